@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import settings
 
 from tests.environment.pools import Maker
 from tests.fork_server import shared
@@ -22,6 +23,8 @@ if TYPE_CHECKING:  # heavy: imported where used
     from app.rollout.server import ServerSpec
 
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # a private cluster of the tests
+settings.register_profile("any machine", deadline=None)  # a busy one is slower than hypothesis allows
+settings.load_profile("any machine")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -6,6 +6,7 @@ mean of per-rank means would bias the metrics. Group metrics are computed on the
 """
 
 import functools
+import operator
 from collections.abc import Mapping, Sequence
 from enum import Enum
 
@@ -57,22 +58,16 @@ TABLE: Mapping[str, Denominator] = {
 }
 
 
+EXTREMES = {Denominator.max: max, Denominator.min: min}
+
+
 def merge(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
     """Merge the raw sums of two microbatches or ranks. The empty mapping is the neutral element."""
     merged = dict(one)
     for name, value in other.items():
-        merged[name] = _combine(name, merged[name], value) if name in merged else value
+        combine = EXTREMES.get(TABLE[name], operator.add)
+        merged[name] = combine(merged[name], value) if name in merged else value
     return merged
-
-
-def _combine(name: str, one: float, other: float) -> float:
-    match TABLE[name]:
-        case Denominator.max:
-            return max(one, other)
-        case Denominator.min:
-            return min(one, other)
-        case _:
-            return one + other
 
 
 def finalize(

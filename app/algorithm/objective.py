@@ -12,7 +12,6 @@ sg stops the gradient. At r = 1 all four have the gradient of REINFORCE, Â · �
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -115,11 +114,6 @@ def objective_terms(batch: TokenBatch, ratio: Tensor, config: AlgorithmConfig) -
     if config.objective in BUILT_IN:
         return BUILT_IN[config.objective](batch, ratio, config)
 
-    values = _own(config.objective)(batch, ratio)
+    values = resolve_own(config.objective)(batch, ratio)
     nowhere = torch.zeros_like(ratio, dtype=torch.bool)
     return Terms(values, nowhere, nowhere)
-
-
-@lru_cache(maxsize=1)
-def _own(path: str) -> Callable[[TokenBatch, Tensor], Tensor]:
-    return resolve_own(path)

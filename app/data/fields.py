@@ -61,7 +61,11 @@ class FieldMap:
         Raises:
             ConfigError: If the record has no question or no answer.
         """
-        columns = {sys.intern(str(name)): plain(value) for name, value in record.items() if not _is_bytes(value)}
+        columns = {
+            sys.intern(str(name)): plain(value)
+            for name, value in record.items()
+            if not isinstance(value, bytes | bytearray)
+        }
         messages = self._messages(columns, place)
         reply = None
         if self.replies and messages:
@@ -155,6 +159,7 @@ class FieldMap:
 def plain(value: Any) -> Any:
     """Return a value of a record as JSON values; other types, such as dates, as text.
 
+    >>> from datetime import date
     >>> plain({"due": date(2026, 1, 31), "tags": ("a", None)})
     {'due': '2026-01-31', 'tags': ['a', None]}
     """
@@ -165,10 +170,6 @@ def plain(value: Any) -> Any:
     if isinstance(value, Sequence):
         return [plain(each) for each in value]
     return plain(value.tolist()) if hasattr(value, "tolist") else str(value)  # numpy's scalars and arrays
-
-
-def _is_bytes(value: Any) -> bool:
-    return isinstance(value, bytes | bytearray)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ Invariants:
 """
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -84,8 +84,7 @@ def evaluation_sets(config: DataConfig) -> dict[str, EvalSetConfig]:
 
 def is_local(config: DataConfig) -> bool:
     """Whether all rows can be loaded without network and without running a function of the user."""
-    elsewhere = config._target_ is not None or config.from_environment
-    return not elsewhere and not any(map(sources.is_remote, paths(config).values()))
+    return not _made_by_code(config) and not any(map(sources.is_remote, paths(config).values()))
 
 
 def paths(config: DataConfig) -> dict[str, Any]:
@@ -114,12 +113,6 @@ def describe_sources(config: DataConfig) -> str:
     return f"training rows of {train}; evaluation set {', '.join(evaluated)}; rows are counted when the run starts"
 
 
-def is_generated(config: DataConfig) -> bool:
-    """Whether the training rows are generated problems."""
-    own = config._target_ is None and not config.from_environment and not config.train_sets
-    return config.path is None and own
-
-
 def demonstrations(config: DataConfig) -> list[Row]:
     """Read the rows of `data.demonstrations`. Raises `ConfigError` as `load` does."""
     key = ("data.demonstrations", yaml_text(config.demonstrations))
@@ -132,12 +125,16 @@ def check_files(config: DataConfig, *, replies: bool = False) -> None:
     """Raise the `ConfigError` that `load` would raise for its sets that are files, where others are not."""
     broken = BrokenRows(config.max_broken_rows)
     training = [each.path for each in config.train_sets.values()] or [config.path]
-    elsewhere = config._target_ is not None or config.from_environment
-    if not elsewhere and not any(path is not None and sources.is_remote(path) for path in training):
+    if not _made_by_code(config) and not any(path is not None and sources.is_remote(path) for path in training):
         _training(config, False, broken, replies=replies)
     for name, evaluation in evaluation_sets(config).items():
         if evaluation.path is not None and not sources.is_remote(evaluation.path):
             _read_evaluation(config, name, evaluation, broken, replies)
+
+
+def _made_by_code(config: DataConfig) -> bool:
+    """Whether code makes the training rows: a function of the user, or an environment."""
+    return config._target_ is not None or config.from_environment
 
 
 def _is_held_out(config: DataConfig, evaluation: EvalSetConfig) -> bool:
@@ -156,7 +153,7 @@ def _training(
     config: DataConfig, with_held_out: bool, broken: BrokenRows, tasks: Tasks = (), *, replies: bool = False
 ) -> tuple[list[Row], list[Row]]:
     """Return the rows of all training sets, and those held out of each."""
-    if is_generated(config):
+    if config.path is None and not config.train_sets and not _made_by_code(config):
         generated, evaluated = _generated(config)
         if not replies:
             return generated, evaluated
@@ -189,34 +186,34 @@ def _generated(config: DataConfig) -> tuple[list[Row], list[Row]]:
 
 def _read_training(config: DataConfig, broken: BrokenRows, tasks: Tasks, replies: bool) -> dict[Setting, list[Row]]:
     """Return the rows of each training set, by the setting that errors about all of them name."""
-    if config.from_environment:
-        key: Setting = ("data.from_environment", "true")
-        fields = FieldMap(
-            "data", config.question, config.answer, config.answer_after, config.context, may_be_blank=True
-        )
-        return {key: read_rows(_records(tasks), fields, config.name, key, config.distinct, broken)}
-
-    fields = FieldMap("data", config.question, config.answer, config.answer_after, config.context, replies=replies)
-    if config._target_ is not None:
-        key = (user_rows.KEY, config._target_)
-        records = user_rows.read(config._target_, config.args)
-        return {key: read_rows(records, fields, config.name, key, config.distinct, broken)}
-
     if config.train_sets:
-        sets = config.train_sets.items()
         return {
             (f"data.train_sets.{name}.path", yaml_text(each.path)): _read_set(config, name, each, broken, replies)
-            for name, each in sets
+            for name, each in config.train_sets.items()
         }
 
-    key = ("data.path", yaml_text(config.path))
-    records = sources.read(config.path, subset=config.subset, split=config.split, key="data.path")
-    return {key: read_rows(records, fields, config.name, key, config.distinct, broken)}
+    records: Records
+    if config.from_environment:
+        setting = ("data.from_environment", "true")
+        numbered = enumerate(tasks, start=1)
+        records = (Record("the tasks of the environment", number, dict(task)) for number, task in numbered)
+    elif config._target_ is not None:
+        setting = (user_rows.KEY, config._target_)
+        records = user_rows.read(config._target_, config.args)
+    else:
+        setting = ("data.path", yaml_text(config.path))
+        records = sources.read(config.path, subset=config.subset, split=config.split, key="data.path")
 
-
-def _records(tasks: Tasks) -> Iterator[Record]:
-    for number, task in enumerate(tasks, start=1):
-        yield Record("the tasks of the environment", number, dict(task))
+    fields = FieldMap(
+        "data",
+        config.question,
+        config.answer,
+        config.answer_after,
+        config.context,
+        may_be_blank=config.from_environment,
+        replies=replies and not config.from_environment,
+    )
+    return {setting: read_rows(records, fields, config.name, setting, config.distinct, broken)}
 
 
 def _read_set(config: DataConfig, name: str, training: TrainSetConfig, broken: BrokenRows, replies: bool) -> list[Row]:

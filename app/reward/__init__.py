@@ -17,10 +17,6 @@ arguments and then called like the function, so it can hold a model, a compiled 
 trajectory: `text` (without special tokens), `prompt.question`, `prompt.messages`, `prompt.answer`, `prompt.row` (every
 column), `prompt.source`, `completion.token_ids`, `completion.truncated`.
 
-Each component runs in `reward.workers` worker processes of its own. A call that hangs is killed after
-`reward.timeout_s` per trajectory. When a call raises, hangs or kills its worker, each of its trajectories is retried
-once, alone, so that only the offending one fails; `reward/retried` counts them. A trajectory fails when its call
-raises, hangs, kills the worker, or does not return one score per trajectory. A failed trajectory scores 0 and
-is counted (`reward/failed_*`); when more than `reward.max_failed_fraction` of a step's trajectories fail, the run
-stops. Failures and printed output go to `logs/reward.log`. Custom rewards are tried before a run starts.
+Each component runs in worker processes of its own (`reward_pool.py`); failed trajectories score 0 and are counted
+(`scorer.py`). Failures and printed output go to `logs/reward.log`. Custom rewards are tried before a run starts.
 '''

@@ -83,18 +83,6 @@ def built_in(name: str, weight: float, args: Mapping[str, Any] | None = None) ->
     return RewardComponent(name, weight, target, args or {}, per_trajectory=True, isolated=name not in IN_PROCESS)
 
 
-def custom(
-    target: str,
-    args: Mapping[str, Any],
-    *,
-    name: str | None = None,
-    weight: float = 1.0,
-    key: str = "reward._target_",
-) -> RewardComponent:
-    """Return the component for a custom reward; without a name it is named after its function or class."""
-    return RewardComponent(name or target.rpartition(".")[2], weight, target, dict(args), key)
-
-
 def _of_trajectories(reward: Any, args: Mapping[str, Any]) -> RewardFunction:
     """Return a reward of any of the four signatures as a function of a list of trajectories.
 

@@ -17,9 +17,9 @@ from pathlib import Path
 
 from app.config.reward import CODE, RewardConfig
 from app.errors import ConfigError, RunError
-from app.reward.component import RewardComponent, RewardFunction, built_in, custom
+from app.reward.component import RewardComponent, RewardFunction, built_in
 from app.reward.outcome import Failure, FailureKind, LoggedScore, Outcome, Value, evaluate
-from app.reward.reward_pool import CLOSED, RewardPool
+from app.reward.reward_pool import RewardPool
 from app.types import Trajectory
 from app.utils.dotted_path import LoadError
 from app.utils.tasks import gather_or_raise
@@ -125,11 +125,6 @@ class Scorer:
         self._failures.end_window()
 
     @property
-    def failures(self) -> dict[FailureKind, int]:
-        """Failed trajectories so far, by kind."""
-        return {kind: self._failures.by_kind[kind.name] for kind in FailureKind}
-
-    @property
     def metrics(self) -> dict[str, float]:
         """`reward/failed_*` by kind and `reward/retried`, in trajectories so far; `reward/failed_fraction`."""
         retried = sum(pool.retried for pool in self.pools)
@@ -163,7 +158,7 @@ class Scorer:
         total = 0.0
         failed = False
         for component in self._components:
-            value = values.get(component.name, CLOSED)
+            value = values[component.name]
             if value is None:
                 continue
             if isinstance(value, LoggedScore):
@@ -185,11 +180,9 @@ def components_of(config: RewardConfig) -> list[RewardComponent]:
         if term.target is None:
             args = {**term.args, "timeout_s": config.timeout_s} if name == CODE else {}
             components.append(built_in(name, term.weight, args))
-        elif config._target_ is not None:
-            components.append(custom(term.target, term.args))
         else:
-            key = f"reward.components.{name}._target_"
-            components.append(custom(term.target, term.args, name=name, weight=term.weight, key=key))
+            key = "reward._target_" if config._target_ is not None else f"reward.components.{name}._target_"
+            components.append(RewardComponent(name, term.weight, term.target, term.args, key))
     return components
 
 

@@ -1,15 +1,13 @@
 """Advantages against a plain loop, overlong punishment against DAPO's eq. 13, and the filter of dynamic sampling."""
 
-import doctest
 import math
 import statistics
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
-from app.algorithm import advantage
 from app.algorithm.advantage import (
     contributes_gradient,
     has_reward_variance,
@@ -58,16 +56,6 @@ def test_advantages_equal_the_paper_and_rewards_are_unchanged(rewards: list[floa
     assert unscored.rewards.tolist() == rewards
 
 
-@given(REWARDS, st.floats(0.5, 4), st.floats(-3, 3))
-def test_normalized_advantages_do_not_depend_on_the_rewards_scale(
-    rewards: list[float], scale: float, offset: float
-) -> None:
-    assume(np.std(rewards) > 0.1)
-    plain = score(group(rewards), GRPO, max_completion_tokens=8).advantages
-    moved = score(group([scale * reward + offset for reward in rewards]), GRPO, max_completion_tokens=8).advantages
-    assert moved.tolist() == pytest.approx(plain.tolist(), rel=1e-4, abs=1e-5)
-
-
 @given(st.floats(-5, 5), st.integers(1, 16))
 def test_a_group_without_variance_has_advantages_of_exactly_zero(reward: float, size: int) -> None:
     assert score(group([reward] * size), GRPO, max_completion_tokens=8).advantages.tolist() == [0.0] * size
@@ -81,25 +69,16 @@ def test_overlong_punishment_is_eq_13(limit: int, length: int, fraction: float) 
     assert overlong_punishment(length, limit=limit, buffer=buffer) == pytest.approx(expected, abs=1e-12)
 
 
-def test_the_papers_buffer_is_a_fifth_of_its_limit() -> None:
-    assert DAPO.overlong_buffer_tokens(20_480) == 4_096
-    lengths = [16_384, 18_432, 20_480]
-    assert [overlong_punishment(n, limit=20_480, buffer=4_096) for n in lengths] == [0, -0.5, -1]
-
-
-def test_long_correct_answers_earn_less_than_short_ones() -> None:
+def test_long_correct_answers_earn_less_than_short_ones_and_the_filter_uses_raw_rewards() -> None:
     unscored = group([1, 1, 0, 0], lengths=[5, 10, 5, 10])
-    shaped = shaped_rewards(unscored, DAPO, max_completion_tokens=10)
-    assert shaped.tolist() == [1, 0, 0, -1]
+    assert shaped_rewards(unscored, DAPO, max_completion_tokens=10).tolist() == [1, 0, 0, -1]
     assert unscored.rewards.tolist() == [1, 1, 0, 0]
     advantages = score(unscored, DAPO, max_completion_tokens=10).advantages
     assert advantages[0] > advantages[1] == advantages[2] > advantages[3]
 
-
-def test_the_filter_uses_raw_rewards_even_if_shaped_rewards_differ() -> None:
-    unscored = group([1, 1], lengths=[5, 10])
-    assert not has_reward_variance(unscored)
-    assert np.ptp(shaped_rewards(unscored, DAPO, max_completion_tokens=10)) == 1
+    right = group([1, 1], lengths=[5, 10])
+    assert shaped_rewards(right, DAPO, max_completion_tokens=10).tolist() == [1, 0]
+    assert not has_reward_variance(right)
 
 
 @given(REWARDS)
@@ -117,11 +96,6 @@ def test_truncated_completions_contribute_no_gradient_only_under_mask_truncated(
 def test_a_group_without_rewards_is_rejected_with_its_prompt_id(reward: float) -> None:
     with pytest.raises(ValueError, match="test/0@0"):
         score(group([1, reward]), GRPO, max_completion_tokens=8)
-
-
-def test_the_docstrings_examples_hold() -> None:
-    results = doctest.testmod(advantage)
-    assert (results.attempted, results.failed) == (1, 0)
 
 
 @given(REWARDS)

@@ -78,10 +78,9 @@ def gradient_of_kl_from_reference(logits: np.ndarray, reference: np.ndarray) -> 
 EXACT = {Kl.k2: gradient_of_kl_to_reference, Kl.k3: gradient_of_kl_from_reference}
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("kind", [each for each in Kl if each is not Kl.none])
-def test_the_expected_gradient_of_a_penalty_is_the_exact_gradient_of_its_divergence(kind: Kl, seed: int) -> None:
-    logits, reference = policies(seed)
+@pytest.mark.parametrize("kind", EXACT)
+def test_the_expected_gradient_of_a_penalty_is_the_exact_gradient_of_its_divergence(kind: Kl) -> None:
+    logits, reference = policies(0)
     exact = BETA * EXACT[kind](logits, reference)
     assert expected_gradient(kind, logits, reference) == pytest.approx(exact, rel=1e-10, abs=1e-14)
 

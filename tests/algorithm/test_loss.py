@@ -1,7 +1,7 @@
 """Policy loss, gradient and metrics against the formulas of the papers, and identities between algorithms."""
 
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import pairwise
 
 import pytest
@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.algorithm.loss import binary_kl, policy_loss
-from app.algorithm.objective import TokenBatch
 from app.config.algorithm import Aggregation, AlgorithmConfig, Correction, Kl, OldPolicy, RatioLevel
 
 from . import reference_loss
@@ -50,8 +49,7 @@ def test_token_level_loss_gradient_and_metrics_equal_the_papers(
     aggregation: Aggregation, correction: Correction
 ) -> None:
     config = replace(NARROW, aggregation=aggregation, dual_clip=1.5, kl=Kl.k3, kl_coefficient=0.04)
-    for seed in range(3):
-        assert_matches_reference(random_case(seed), replace(config, entropy_coefficient=0.01), correction)
+    assert_matches_reference(random_case(0), replace(config, entropy_coefficient=0.01), correction)
 
 
 def test_kpop_has_a_wide_band_for_rare_tokens_and_a_narrow_one_for_likely_ones() -> None:
@@ -68,8 +66,7 @@ def test_kpop_has_a_wide_band_for_rare_tokens_and_a_narrow_one_for_likely_ones()
 @pytest.mark.parametrize("aggregation", Aggregation)
 def test_sequence_level_loss_gradient_and_metrics_equal_gspo(aggregation: Aggregation, correction: Correction) -> None:
     config = replace(NARROW, ratio=RatioLevel.sequence, aggregation=aggregation, clip_low=0.1, clip_high=0.15)
-    for seed in range(3):
-        assert_matches_reference(random_case(seed, LENGTHS * 2, spread=0.3), config, correction)
+    assert_matches_reference(random_case(0, LENGTHS * 2, spread=0.3), config, correction)
 
 
 @pytest.mark.parametrize("kind", [Kl.k2, Kl.k3])
@@ -114,24 +111,14 @@ def test_gspo_with_a_token_level_correction_weights_the_gradient_of_each_token()
 def test_dual_clip_bounds_the_loss_of_negative_advantages_only() -> None:
     config = replace(GRPO, dual_clip=3.0, aggregation=Aggregation.seq_mean_token_sum)
     token = reference_loss.Tokens([0.0], [-2.0], [-2.0], [0.0], [0.0], advantage=-1.0, unmasked=True)  # ratio e² ≈ 7.4
-    down, up = (
-        update([[token]], config, Correction.none),
-        update([[replace(token, advantage=1.0)]], config, Correction.none),
-    )
-    assert (down.loss, down.gradient) == (3.0, [0.0])
+    down = update([[token]], config, Correction.none)
+    assert (down.loss, down.gradient, down.metrics["clip/dual_fraction"]) == (3.0, [0.0], 1)
+    up = update([[replace(token, advantage=1.0)]], config, Correction.none)
     assert (up.loss, up.gradient) == (-1.2, [0.0])  # the upper clip
-    assert down.metrics["clip/dual_fraction"] == 1
     assert update([[token]], GRPO, Correction.none).loss == pytest.approx(math.exp(2))
 
 
 # Identities
-
-
-def test_dapo_with_equal_clips_and_grpo_aggregation_equals_grpo() -> None:
-    case = random_case(7)
-    config = replace(DAPO, clip_high=DAPO.clip_low, aggregation=Aggregation.seq_mean_token_mean)
-    assert update([case], config, Correction.none) == update([case], GRPO, Correction.none)
-    assert update([case], DAPO, Correction.none).gradient != update([case], GRPO, Correction.none).gradient
 
 
 def test_gspo_at_length_one_is_token_level() -> None:
@@ -167,7 +154,7 @@ def test_corrections_vanish_if_rollout_and_trainer_agree(correction: Correction)
 # Invariants
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 10_000),
     splits=st.lists(st.integers(0, len(LENGTHS)), max_size=5).map(sorted),
@@ -228,28 +215,21 @@ def test_a_batch_of_empty_sequences_is_harmless() -> None:
 
 
 def test_single_precision_is_close_to_double() -> None:
-    case = random_case(15)
-    double = batch_of(case, GRPO)
-    assert double.old_logprobs is not None
-    single = TokenBatch(
-        logprobs=double.logprobs.detach().float().requires_grad_(),
-        old_logprobs=double.old_logprobs.float(),
-        rollout_logprobs=double.rollout_logprobs.float(),
-        reference_logprobs=None,
-        entropy=double.entropy.float(),
-        sequence=double.sequence,
-        advantages=double.advantages.float(),
-        lengths=double.lengths,
-        trajectory_tokens=double.trajectory_tokens,
-        weight_mask=double.weight_mask.float(),
-    )
-    result = policy_loss(single, GRPO, Correction.tis)
-    result.loss.backward()
-    assert result.loss.dtype == torch.float32
-    policy_loss(double, GRPO, Correction.tis).loss.backward()
-    assert single.logprobs.grad is not None
-    assert double.logprobs.grad is not None
-    assert single.logprobs.grad.tolist() == pytest.approx(double.logprobs.grad.tolist(), rel=1e-5)
+    double = batch_of(random_case(15), GRPO)
+    floats = {
+        each.name: value.detach().float()
+        for each in fields(double)
+        if isinstance(value := getattr(double, each.name), torch.Tensor) and value.is_floating_point()
+    }
+    single = replace(double, **floats)  # type: ignore[arg-type]
+    single.logprobs.requires_grad_()
+    slopes = []
+    for batch in (single, double):
+        policy_loss(batch, GRPO, Correction.tis).loss.backward()
+        assert batch.logprobs.grad is not None
+        assert batch.logprobs.grad.dtype == batch.advantages.dtype
+        slopes.append(batch.logprobs.grad.tolist())
+    assert slopes[0] == pytest.approx(slopes[1], rel=1e-5)
 
 
 def test_an_unresolved_correction_is_rejected() -> None:

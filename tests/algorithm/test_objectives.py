@@ -9,7 +9,7 @@ import pytest
 
 from app.algorithm.custom_functions import require_own
 from app.config.algorithm import Aggregation, AlgorithmConfig, Correction, OldPolicy, RatioLevel
-from app.errors import ConfigError
+from tests.refusals import refused
 
 from .cases import random_case, update
 from .reference_loss import Case, Tokens, ratios
@@ -60,13 +60,12 @@ def expected(case: Case, config: AlgorithmConfig) -> tuple[float, list[float]]:
 @pytest.mark.parametrize("objective", FORMULAS)
 def test_loss_and_gradient_equal_the_papers(objective: str, old: OldPolicy) -> None:
     config = replace(MEAN, objective=objective, old_policy=old, sapo_tau_positive=1.3, sapo_tau_negative=2.0)
-    for seed in range(5):
-        case = random_case(seed)
-        result = update([case], config, Correction.none)
-        loss, gradient = expected(case, config)
-        assert result.loss == pytest.approx(loss, rel=1e-12, abs=1e-14)
-        assert result.gradient == pytest.approx(gradient, rel=1e-12, abs=1e-14)
-        assert any(gradient)
+    case = random_case(0)
+    result = update([case], config, Correction.none)
+    loss, gradient = expected(case, config)
+    assert result.loss == pytest.approx(loss, rel=1e-12, abs=1e-14)
+    assert result.gradient == pytest.approx(gradient, rel=1e-12, abs=1e-14)
+    assert any(gradient)
 
 
 @pytest.mark.parametrize("objective", ["ppo", *FORMULAS])
@@ -143,20 +142,18 @@ def test_a_function_of_the_user_is_the_objective(own: str) -> None:
     assert half.metrics["clip/low_fraction"] == half.metrics["clip/high_fraction"] == 0
 
 
-def test_usable_functions_are_accepted(own: str) -> None:
-    require_own(AlgorithmConfig(objective=f"{own}.half_reinforce", advantage=f"{own}.centered"))
-
-
-@pytest.mark.parametrize("name", ["one_number", "constant", "infinite", "raising", "absent"])
-def test_an_objective_that_cannot_be_used_is_refused(name: str, own: str) -> None:
-    with pytest.raises(ConfigError, match=rf"algorithm\.objective={own}\.{name} "):
-        require_own(AlgorithmConfig(objective=f"{own}.{name}"))
-
-
-@pytest.mark.parametrize("name", ["scalar", "nothing", "raising", "absent"])
-def test_an_advantage_that_cannot_be_used_is_refused(name: str, own: str) -> None:
-    with pytest.raises(ConfigError, match=rf"algorithm\.advantage={own}\.{name} "):
-        require_own(AlgorithmConfig(advantage=f"{own}.{name}"))
+@pytest.mark.parametrize(
+    ("setting", "name"),
+    [
+        *(("objective", name) for name in ("one_number", "constant", "infinite", "raising", "absent")),
+        *(("advantage", name) for name in ("scalar", "nothing")),
+    ],
+)
+def test_a_function_that_cannot_be_used_is_refused(setting: str, name: str, own: str) -> None:
+    usable = AlgorithmConfig(objective=f"{own}.half_reinforce", advantage=f"{own}.centered")
+    require_own(usable)
+    with refused(f"algorithm.{setting}", f"{own}.{name}"):
+        require_own(replace(usable, **{setting: f"{own}.{name}"}))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -173,5 +170,5 @@ def test_an_advantage_that_cannot_be_used_is_refused(name: str, own: str) -> Non
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(settings: dict[str, object], key: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{key}="):
+    with refused(key):
         AlgorithmConfig(**settings).validate()  # type: ignore[arg-type]

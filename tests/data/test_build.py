@@ -1,6 +1,5 @@
 import datetime
 import json
-import pickle
 from collections.abc import Callable
 from decimal import Decimal
 from pathlib import Path
@@ -18,27 +17,17 @@ from tests.refusals import refused
 SMALL = ArithmeticConfig(problems=40, eval_problems=8)
 
 
-def test_a_plain_prompt_is_prefix_question_and_suffix(jsonl: Callable[..., str], tokenizer: Any) -> None:
-    path = jsonl(*[{"question": "1+1=", "answer": "2"}] * 2)
-    data = build(DataConfig(path=path, prefix="Q: ", suffix=" A:"), tokenizer, seed=0, max_prompt_tokens=32)
+def test_a_plain_prompt_is_prefix_question_and_suffix_and_carries_every_column_of_its_row(
+    jsonl: Callable[..., str], tokenizer: Any
+) -> None:
+    record = {"question": "1+1=", "answer": 2, "tests": [{"in": "1", "ok": True}], "level": None}
+    config = DataConfig(path=jsonl(record, record), prefix="Q: ", suffix=" A:")
+    data = build(config, tokenizer, seed=0, max_prompt_tokens=32)
     prompt = next(data.train)
     assert tokenizer.decode(prompt.token_ids) == "Q: 1+1= A:"
     assert prompt.token_ids.dtype == np.int32
-    assert prompt.answer == "2"
-
-
-def test_a_prompt_carries_its_question_and_every_column_of_its_row(
-    jsonl: Callable[..., str], tmp_path: Path, tokenizer: Any
-) -> None:
-    record = {"question": "1+1=", "answer": 2, "tests": [{"in": "1", "ok": True}], "level": None}
-    config = DataConfig(path=jsonl(record, record), suffix=" A:")
-    data = build(config, tokenizer, seed=0, max_prompt_tokens=32)
-    prompt = next(data.train)
     assert (prompt.question, prompt.answer, prompt.row) == ("1+1=", "2", record)
     assert data.train.prompt(prompt.id).row is prompt.row  # one copy for all epochs
-
-    crossed = pickle.loads(pickle.dumps(prompt))
-    assert (crossed.question, crossed.row) == (prompt.question, prompt.row)
 
 
 def test_columns_of_parquet_become_json_values_and_columns_of_bytes_are_left_out(
@@ -59,11 +48,6 @@ def test_columns_of_parquet_become_json_values_and_columns_of_bytes_are_left_out
     row = {"question": "q", "answer": "a", "due": "2026-01-31", "price": "1.50", "scores": [0.5, None]}
     assert next(data.train).row == row
     assert json.loads(json.dumps(row)) == row
-
-
-def test_a_generated_problem_has_a_row_of_question_and_answer(tokenizer: Any) -> None:
-    prompt = next(build(DataConfig(arithmetic=SMALL), tokenizer, seed=0, max_prompt_tokens=32).train)
-    assert prompt.row == {"question": prompt.question, "answer": prompt.answer}
 
 
 @pytest.mark.parametrize(
@@ -89,6 +73,8 @@ def test_prompt_ids_contain_source_row_and_epoch(tokenizer: Any) -> None:
     assert data.evals["eval"][0].id == "eval/40@eval"
     assert data.evals["eval"][0].source == "arithmetic"
     assert data.dropped == 0
+    first = data.train.prompt("arithmetic/0@0")
+    assert first.row == {"question": first.question, "answer": first.answer}
 
 
 def test_longer_prompts_are_dropped_and_counted(jsonl: Callable[..., str], tokenizer: Any) -> None:

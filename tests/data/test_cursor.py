@@ -3,7 +3,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from app.data.cursor import PromptCursor
@@ -11,9 +11,9 @@ from app.types import Prompt
 from tests.refusals import refused
 
 
-def cursor(count: int, *, seed: int = 0, shuffle: bool = True) -> PromptCursor:
+def cursor(count: int, *, seed: int = 0, shuffle: bool = True, answer: str = "") -> PromptCursor:
     prompts = [
-        Prompt(id=f"set/{row}", token_ids=np.array([row], dtype=np.int32), answer=str(row), source="set")
+        Prompt(id=f"set/{row}", token_ids=np.array([row], dtype=np.int32), answer=answer or str(row), source="set")
         for row in range(count)
     ]
     return PromptCursor(prompts, seed=seed, shuffle=shuffle)
@@ -24,7 +24,6 @@ def ids(stream: PromptCursor, count: int) -> list[str]:
 
 
 @given(count=st.integers(1, 40), seed=st.integers(0, 2**31 - 1), shuffle=st.booleans(), epochs=st.integers(1, 4))
-@settings(deadline=None)
 def test_an_epoch_never_repeats_or_skips_a_prompt(count: int, seed: int, shuffle: bool, epochs: int) -> None:
     stream = cursor(count, seed=seed, shuffle=shuffle)
     for epoch in range(epochs):
@@ -38,7 +37,6 @@ def test_an_epoch_never_repeats_or_skips_a_prompt(count: int, seed: int, shuffle
     unfinished=st.sets(st.integers(0, 59)),
     after=st.integers(1, 60),
 )
-@settings(deadline=None)
 def test_a_restored_cursor_continues_from_the_saved_position(
     count: int, before: int, requeued: set[int], unfinished: set[int], after: int
 ) -> None:
@@ -57,7 +55,6 @@ def test_a_restored_cursor_continues_from_the_saved_position(
 
 
 @given(count=st.integers(1, 12), steps=st.lists(st.tuples(st.integers(1, 10), st.sets(st.integers(0, 9))), max_size=12))
-@settings(deadline=None)
 def test_requeuing_neither_loses_nor_duplicates_a_prompt(count: int, steps: list[tuple[int, set[int]]]) -> None:
     """For any sequence of take and requeue, each prompt of a past epoch is consumed exactly once."""
     stream = cursor(count, seed=1)
@@ -135,8 +132,9 @@ def test_ids_that_are_not_in_flight_are_rejected() -> None:
         stream.requeue([dispatched[0]])
 
 
-def test_a_state_of_other_prompts_seed_or_order_is_rejected() -> None:
+def test_a_state_of_other_prompts_answers_seed_or_order_is_rejected() -> None:
     state = cursor(5, seed=1).state()
-    for other in (cursor(6, seed=1), cursor(5, seed=2), cursor(5, seed=1, shuffle=False)):
+    others = [cursor(6, seed=1), cursor(5, seed=2), cursor(5, seed=1, shuffle=False), cursor(5, seed=1, answer="7")]
+    for other in others:
         with refused("data", "", "seed", "data.shuffle"):
             other.restore(state)

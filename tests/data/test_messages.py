@@ -12,12 +12,11 @@ import pytest
 from app.config.data import DataConfig, EvalSetConfig, Template
 from app.data import rows
 from app.data.build import PromptData, build
-from app.errors import ConfigError
 from app.mode.preflight import problems
 from app.types import Prompt
 from tests.compose import composed
 from tests.environment.qwen import write_model
-from tests.refusals import refused, require
+from tests.refusals import refused
 
 Jsonl = Callable[..., str]
 
@@ -40,13 +39,16 @@ CONVERSATIONS = {
 }
 
 
-@pytest.fixture(scope="module", params=["qwen3", "qwen3.5"])
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def tokenizer_of(family: str, folder: Path) -> Any:
     from transformers import PreTrainedTokenizerFast
 
-    folder = write_model(tmp_path_factory.mktemp("model"), request.param)
-    template = (folder / "chat_template.jinja").read_text()
+    template = (write_model(folder, family) / "chat_template.jinja").read_text()
     return PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), chat_template=template)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return tokenizer_of("qwen3", tmp_path_factory.mktemp("model"))
 
 
 def config_of(path: str, **changes: Any) -> DataConfig:
@@ -71,8 +73,11 @@ def stored(request: pytest.FixtureRequest, jsonl: Jsonl, tmp_path: Path) -> str:
     return str(file)
 
 
-@pytest.mark.parametrize("thinking", [False, True])
-def test_a_conversation_is_rendered_as_the_models_template_renders_it(stored: str, model: Any, thinking: bool) -> None:
+@pytest.mark.parametrize(("family", "thinking"), [("qwen3", False), ("qwen3", True), ("qwen3.5", True)])
+def test_a_conversation_is_rendered_as_the_models_template_renders_it(
+    stored: str, family: str, thinking: bool, tmp_path: Path
+) -> None:
+    model = tokenizer_of(family, tmp_path / "model")
     config = config_of(stored, thinking=thinking, eval_path=stored)
     expected = [
         model.apply_chat_template(
@@ -167,27 +172,22 @@ def test_messages_need_the_chat_template(jsonl: Jsonl, model: Any) -> None:
         prompts(config_of(path, template=Template.plain), model)
 
 
-@pytest.mark.parametrize("wrong", ["data.template=plain", "data.system=Add."])
-def test_a_plan_refuses_messages_that_the_run_would_refuse(jsonl: Jsonl, wrong: str) -> None:
-    path = jsonl(*[{"prompt": [SYSTEM, user("1+1=")], "answer": "2"}] * 2)
-    line = [f"data.path={path}", "data.question=prompt", "data.template=chat"]
-    assert problems(composed(*line)) == {}
-    assert wrong in problems(composed(*line, wrong))["data"]
-
-
-def test_a_reward_is_tried_on_the_messages_before_a_run(jsonl: Jsonl) -> None:
+def test_messages_are_checked_and_a_reward_is_tried_on_them_before_a_run(jsonl: Jsonl) -> None:
     path = jsonl(*[{"prompt": [SYSTEM, user("1+1=")], "answer": "2"}] * 2)
     line = [f"data.path={path}", "data.question=prompt", "data.template=chat"]
     assert problems(composed(*line, "reward._target_=tests.reward.broken.reads_messages")) == {}
+    for wrong in ("data.template=plain", "data.system=Add."):
+        assert wrong in problems(composed(*line, wrong))["data"]
 
 
-def test_a_message_that_the_template_leaves_out_is_refused(jsonl: Jsonl, model: Any) -> None:
+@pytest.mark.parametrize(("family", "key"), [("qwen3", "data.question"), ("qwen3.5", "data.template")])
+def test_a_message_that_the_template_leaves_out_or_rejects_is_refused(
+    jsonl: Jsonl, family: str, key: str, tmp_path: Path
+) -> None:
     messages = [user("1+1="), {"role": "developer", "content": "Be brief."}, user("Now?")]
     path = jsonl(*[{"prompt": messages, "answer": "2"}] * 2)
-    with pytest.raises(ConfigError) as caught:
-        prompts(config_of(path), model)
-    key = "data.template" if "rejects" in caught.value.reason else "data.question"
-    require(caught.value, key, None, "row 1 of")
+    with refused(key, None, "row 1 of"):
+        prompts(config_of(path), tokenizer_of(family, tmp_path / "model"))
 
 
 def test_conversations_are_the_same_if_all_of_their_messages_are(jsonl: Jsonl) -> None:
@@ -219,17 +219,15 @@ def test_a_column_of_images_is_said_to_be_unused(jsonl: Jsonl, tmp_path: Path, k
     assert "images" in warning
 
 
-def test_rows_without_an_answer_need_a_reward_of_ones_own(jsonl: Jsonl, model: Any) -> None:
+def test_rows_without_an_answer_need_a_reward_of_ones_own(jsonl: Jsonl) -> None:
     path = jsonl(*[{"prompt": [user("1+1=")]}] * 2)
-    found = prompts(config_of(path, answer=None), model)
-    assert [prompt.answer for prompt in found] == ["", ""]
+    assert rows.load(config_of(path, answer=None)).train[0].answer == ""
 
     line = ["model=hf", "model.path=me/model", "data=rows", f"data.path={path}", "data.answer=null"]
-    for reward in ("reward=math", "reward=exact"):
-        with refused("data.answer", "null", "a field of the rows"):
-            composed(*line, reward)
-    composed(*line, "reward._target_=my_rewards.brief")
+    with refused("data.answer", "null", "a field of the rows"):
+        composed(*line, "reward=math")
     composed(*line, "environment._target_=my_envs.Guess", "reward=environment")
+    composed(*line, "reward._target_=my_rewards.brief")
     with refused("data.answer_after"):
         composed(*line, "reward._target_=my_rewards.brief", "data.answer_after=x")
 

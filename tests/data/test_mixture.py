@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from app.config.data import DataConfig, EvalSetConfig, TrainSetConfig
@@ -33,17 +33,11 @@ def ids(stream: PromptCursor, count: int) -> list[str]:
     return [prompt.id for prompt in stream.take(count)]
 
 
-def test_prompts_are_drawn_in_proportion_to_the_weights() -> None:
-    drawn = Counter(prompt.source for prompt in cursor().take(3500))
-    assert drawn == {"a": 2000, "b": 1000, "c": 500}
-
-
 @given(
     weights=st.lists(st.floats(0.01, 100), min_size=1, max_size=5),
     count=st.integers(1, 300),
     seed=st.integers(0, 2**31 - 1),
 )
-@settings(deadline=None)
 def test_at_any_time_every_set_is_within_two_prompts_of_its_share(weights: list[float], count: int, seed: int) -> None:
     named = {f"set{index}": weight for index, weight in enumerate(weights)}
     drawn = Counter(prompt.source for prompt in cursor(named, seed=seed).take(count))
@@ -59,13 +53,7 @@ def test_each_set_has_whole_epochs_of_its_own() -> None:
     assert [each.split("@")[0] for each in of_a[:7]] != [each.split("@")[0] for each in of_a[7:14]]
 
 
-def test_the_order_depends_only_on_the_seed() -> None:
-    assert ids(cursor(seed=1), 50) == ids(cursor(seed=1), 50)
-    assert ids(cursor(seed=1), 50) != ids(cursor(seed=2), 50)
-
-
 @given(before=st.integers(0, 60), requeued=st.sets(st.integers(0, 59)), after=st.integers(1, 60))
-@settings(deadline=None)
 def test_a_resumed_mixture_continues_identically(before: int, requeued: set[int], after: int) -> None:
     saved = cursor()
     dispatched = ids(saved, before)
@@ -110,11 +98,9 @@ def test_training_sets_are_read_with_their_own_fields_and_rows_are_held_out_of_e
     assert len({prompt.id for prompt in held_out}) == 6
     assert held_out[0].id.startswith("eval/easy/")
 
-
-def test_a_step_that_takes_more_prompts_than_a_set_has_is_warned_of(jsonl: Callable[..., str], tokenizer: Any) -> None:
-    counts = build(config_of(jsonl, eval_fraction=0.1), tokenizer, seed=0, max_prompt_tokens=8).counts
-    assert counts.repeated(24) == []
-    (warning,) = counts.repeated(32)
+    # a step takes more of a set than it has
+    assert data.counts.repeated(24) == []
+    (warning,) = data.counts.repeated(32)
     assert re.search("algorithm.prompts_per_step=32 .* 24 .*data.train_sets.hard.* 18 ", warning)
 
 

@@ -26,13 +26,6 @@ def load(**settings: Any) -> rows.DataRows:
 # Accepted data
 
 
-def test_without_a_path_problems_are_generated() -> None:
-    loaded = rows.load(DataConfig(arithmetic=ArithmeticConfig(problems=30, eval_problems=5)))
-    assert len(loaded.train) == 30
-    assert [len(members) for members in loaded.evals.values()] == [5]
-    assert list(loaded.evals) == ["eval"]
-
-
 def test_a_jsonl_file_keeps_its_row_numbers_and_skips_blank_lines(jsonl: Callable[..., str]) -> None:
     path = jsonl({"q": "a", "n": 1}, "", {"q": "b", "n": 2.5}, {"q": "c", "n": "3"})
     loaded = rows.load(DataConfig(name="mine", path=path, question="q", answer="n", eval_fraction=0.3))
@@ -146,13 +139,15 @@ def test_a_warning_of_held_out_rows_that_repeat_training_rows_names_distinct(jso
     assert "data.distinct" not in warning
 
 
-def test_a_folder_is_loaded_as_a_hub_data_set_with_splits(tmp_path: Path) -> None:
+def test_a_folder_is_loaded_as_a_hub_data_set_with_splits_or_refused(tmp_path: Path) -> None:
     pytest.importorskip("datasets")
     for split, count in (("train", 5), ("test", 2)):
         (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in additions(count)))
     loaded = rows.load(DataConfig(path=str(tmp_path), eval_sets={"test": EvalSetConfig(split="test")}))
     assert (len(loaded.train), len(loaded.evals["test"])) == (5, 2)
     assert loaded.train[4].answer == "5"
+    with refused("data.path", tmp_path, "split validation"):
+        load(path=str(tmp_path), split="validation")
 
 
 # Rejected data
@@ -160,34 +155,17 @@ def test_a_folder_is_loaded_as_a_hub_data_set_with_splits(tmp_path: Path) -> Non
 GOOD = {"question": "q", "answer": "a"}
 
 
-@pytest.mark.parametrize("path", ["missing.jsonl", "./rows", "/no/such/folder/rows.parquet", "Rows.JSONL"])
+@pytest.mark.parametrize("path", ["missing.jsonl", "./rows", "Rows.JSONL"])
 def test_a_missing_file_is_rejected(path: str) -> None:
     with refused("data.path", path, "no such file"):
         load(path=path)
 
 
-@pytest.mark.parametrize("name", ["rows.tsv", "rows.parquet.gz", "rows.gz", "jsonl"])
+@pytest.mark.parametrize("name", ["rows.tsv", "rows.parquet.gz"])
 def test_a_file_of_an_unsupported_kind_is_rejected(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     path.write_text("question,answer\n")
     with refused("data.path", path, ".jsonl, .ndjson, .json, .csv, "):
-        load(path=str(path))
-
-
-NO_TEXT = {
-    "rows.jsonl": (b"\xff\xfe\x00binary", ["JSON", "UTF-8", "'utf-8' codec"]),
-    "rows.parquet": (b"PAR1 but no more", ["Parquet"]),
-    "empty.jsonl": (b"", ["empty"]),
-}
-
-
-@pytest.mark.parametrize(("name", "content", "named"), [(name, *row) for name, row in NO_TEXT.items()])
-def test_a_file_that_cannot_be_read_or_is_empty_is_rejected(
-    tmp_path: Path, name: str, content: bytes, named: list[str]
-) -> None:
-    path = tmp_path / name
-    path.write_bytes(content)
-    with refused("data.path", path, *named):
         load(path=str(path))
 
 
@@ -202,24 +180,6 @@ def test_a_parquet_file_without_rows_or_with_broken_text_is_rejected(tmp_path: P
     pyarrow.parquet.write_table(pyarrow.table({"question": ["p", "q"], "answer": not_utf8}), path)
     with refused("data.path", path, "'utf-8' codec"):
         load(path=str(path))
-
-
-@pytest.mark.parametrize(
-    ("lines", "named"),
-    [
-        ([GOOD, "", "{broken"], "line 3"),
-        ([GOOD, "[1, 2]"], "line 2 is a list"),
-        (["[" * 100_000], "line 1"),
-        ([GOOD, '{"question": "q", "answer": ' + "1" * 5000 + "}"], "line 2"),
-    ],
-    ids=range(4),
-)
-def test_a_line_that_is_not_a_json_object_is_rejected_with_its_number(
-    jsonl: Callable[..., str], lines: list[Any], named: str
-) -> None:
-    path = jsonl(*lines)
-    with refused("data.path", path, named):
-        load(path=path)
 
 
 NESTED = {"prompt": [{"content": "q"}], "answer": "a"}
@@ -254,17 +214,9 @@ def test_a_row_without_usable_text_is_rejected_with_its_field_and_number(
         load(path=path, **settings)
 
 
-def test_a_broken_row_behind_good_ones_is_named_by_its_number(jsonl: Callable[..., str], tmp_path: Path) -> None:
-    path = jsonl(GOOD, GOOD, {"question": "", "answer": "a"})
-    with refused("data.question", "question", f"row 3 of {path}"):
-        load(path=path)
-    pair = {**GOOD, "answer": "a \U0001d54f"}  # JSON writes this letter as a pair
+def test_a_letter_that_json_writes_as_a_pair_is_no_surrogate(jsonl: Callable[..., str]) -> None:
+    pair = {**GOOD, "answer": "a \U0001d54f"}
     assert load(path=jsonl(pair, pair)).train[0].answer == "a \U0001d54f"
-
-    table = tmp_path / "rows.parquet"
-    pyarrow.parquet.write_table(pyarrow.table({"question": ["q"], "solution": ["s"]}), table)
-    with refused("data.answer", "answer", f"row 1 of {table}", "question, solution"):
-        load(path=str(table))
 
 
 def test_one_row_is_too_few_if_some_are_held_out(jsonl: Callable[..., str]) -> None:
@@ -282,13 +234,6 @@ def test_an_error_in_an_evaluation_set_names_its_own_key(jsonl: Callable[..., st
         load(path=train, eval_sets={"aime": EvalSetConfig(path="missing.parquet")})
     with refused("data.eval_sets.aime.question", "question"):
         load(path=train, eval_sets={"aime": EvalSetConfig(path=other)})
-
-
-def test_a_hub_data_set_that_cannot_be_loaded_is_rejected(tmp_path: Path) -> None:
-    pytest.importorskip("datasets")
-    (tmp_path / "train.jsonl").write_text(json.dumps(GOOD) + "\n")
-    with refused("data.path", tmp_path, "split validation"):
-        load(path=str(tmp_path), split="validation")
 
 
 @pytest.mark.parametrize(

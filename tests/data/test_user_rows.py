@@ -10,7 +10,6 @@ import pytest
 from app.config.data import DataConfig
 from app.data import rows, user_rows
 from app.data.build import build
-from app.data.cursor import PromptCursor
 from tests.refusals import refused
 
 
@@ -72,21 +71,6 @@ def test_values_of_numpy_become_json_values_and_bytes_are_left_out(
     assert [type(value) for value in prompt.row.values()] == [str, int, list, float, bool]
 
 
-def test_a_resumed_run_must_get_the_same_rows(module: Callable[[str], str], tokenizer: Any) -> None:
-    name = module("def some(last):\n    return [{'question': f'{n}+{last}', 'answer': 'a'} for n in range(4)]\n")
-
-    def cursor_of(last: int) -> PromptCursor:
-        config = DataConfig(_target_=f"{name}.some", args={"last": last})
-        return build(config, tokenizer, seed=0, max_prompt_tokens=16).train
-
-    saved = cursor_of(4)
-    saved.take(2)
-    restored = cursor_of(4)
-    restored.restore(saved.state())
-    with refused("data", "", "the same rows"):
-        cursor_of(5).restore(saved.state())
-
-
 def test_every_failure_is_refused_with_its_place(
     module: Callable[[str], str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -113,9 +97,3 @@ def test_every_failure_is_refused_with_its_place(
             rows.load(DataConfig(_target_=f"{name}.{target}"))
     with refused("data.answer", "answer", f"row 1 of {name}.without", "question"):
         rows.load(DataConfig(_target_=f"{name}.without"))
-
-
-def test_a_module_that_cannot_be_imported_is_named_with_its_line(module: Callable[[str], str], tmp_path: Path) -> None:
-    name = module("x = 1\nraise ValueError('bad table')\n")
-    with refused("data._target_", f"{name}.rows", "ValueError: bad table", f"{tmp_path / name}.py:2"):
-        rows.load(DataConfig(_target_=f"{name}.rows"))

@@ -1,7 +1,6 @@
 """When evaluations are due, and what they measure."""
 
 import asyncio
-import doctest
 import json
 import math
 from collections.abc import AsyncIterator
@@ -12,7 +11,6 @@ from types import SimpleNamespace
 
 import pytest
 
-import app.eval
 import app.mode.eval
 from app.config import Mode
 from app.config.eval import EvalConfig
@@ -42,18 +40,7 @@ def test_an_evaluation_measures_accuracy_reward_and_length() -> None:
     assert measured["truncated_fraction"] == 0.25
     assert measured["prompts"] == 2
     assert measured["accuracy_stderr"] == pytest.approx(0.25)  # of the prompts' accuracies 0.5 and 1
-
-
-def test_one_prompt_has_no_standard_error() -> None:
-    measured = measure([group([1.0, 0.0], [3, 5])])
-    assert measured["prompts"] == 1
-    assert "accuracy_stderr" not in measured
-
-
-def test_the_example_in_the_docstring_holds() -> None:
-    results = doctest.testmod(app.eval)
-    assert results.attempted > 0
-    assert results.failed == 0
+    assert "accuracy_stderr" not in measure([group([1.0, 0.0], [3, 5])])  # of one prompt
 
 
 def test_mode_eval_ends_when_a_completion_is_lost_and_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

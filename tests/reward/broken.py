@@ -1,6 +1,10 @@
-"""Rewards that fail, and two that work."""
+"""Rewards that fail, and some that work, for tests that name one by its path."""
 
+import asyncio
+import os
+import sys
 import time
+from pathlib import Path
 
 
 def raises(trajectories) -> None:
@@ -11,6 +15,36 @@ def hangs(trajectories) -> None:
     time.sleep(1000)
 
 
+def dies(trajectories) -> None:
+    os._exit(3)
+
+
+def nothing(trajectories) -> None:
+    return None
+
+
+def text(trajectory):
+    return "x"
+
+
+def touchy(trajectories):
+    """Fail as a completion says."""
+    failures = {"raise": raises, "hang": hangs, "die": dies}
+    for each in trajectories:
+        if each.text in failures:
+            failures[each.text](trajectories)
+    return [float("nan") if each.text == "nan" else 1.0 for each in trajectories]
+
+
+def killed_once(trajectory):
+    """Kill the worker, unless the file that the completion names is there."""
+    mark = Path(trajectory.text)
+    if not mark.exists():
+        mark.touch()
+        os.kill(os.getpid(), 9)
+    return 1.0
+
+
 def works(trajectories):
     return [1.0] * len(trajectories)
 
@@ -18,3 +52,67 @@ def works(trajectories):
 def reads_messages(trajectories):
     assert all(each.prompt.messages[-1]["content"] == each.prompt.question for each in trajectories)
     return [float(len(each.prompt.messages)) for each in trajectories]
+
+
+def first_word(trajectory):
+    return float(trajectory.text.split()[0] == "1")
+
+
+def sees(trajectories, seen):
+    with open(seen, "a") as file:
+        for each in trajectories:
+            print(each.prompt.row["level"], each.text, each.completion.token_ids.tolist(), sep="|", file=file)
+    return works(trajectories)
+
+
+def brief(trajectories, limit):
+    return [float(len(each.text) <= limit) for each in trajectories]
+
+
+async def polite(trajectory):
+    return float("please" in trajectory.text)
+
+
+def of_code(completions, kind):
+    return [1.0 if each == "code" else None for each in kind]
+
+
+def ranked(trajectories, weights):
+    assert len({each.prompt.id for each in trajectories}) == 1
+    return [weights[2][0] * index for index in range(len(trajectories))]
+
+
+def slow(trajectories, calls):
+    with open(calls, "a") as file:
+        file.write(f"{len(trajectories)} ")
+    time.sleep(0.8)
+    return works(trajectories)
+
+
+def meets(trajectories, folder):
+    """Wait until a second process is here, too."""
+    (Path(folder) / str(os.getpid())).touch()
+    while len(os.listdir(folder)) < 2:
+        time.sleep(0.01)
+    return works(trajectories)
+
+
+class Judge:
+    """Judges the completions of a call together: one after another, they would wait for ever."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.arrived, self.all = size, 0, asyncio.Event()
+        self.loops: set[int] = set()
+
+    async def __call__(self, trajectory):
+        self.arrived += 1
+        self.loops.add(id(asyncio.get_running_loop()))
+        if self.arrived == self.size:
+            self.all.set()
+        await self.all.wait()
+
+        print(f"judged {trajectory.text}", flush=True)  # noqa: T201  to the log
+        if trajectory.text == "bad":
+            raise ConnectionError("refused")
+        heavy = sum(name in sys.modules for name in ("torch", "hydra", "omegaconf", "ray", "transformers"))
+        return {"score": 0.5, "arrived": self.arrived, "loops": len(self.loops), "heavy": heavy}

@@ -1,19 +1,20 @@
-"""A scorer for the length of a test, on an event loop of its own, and what it says."""
+"""A scorer for the length of a test, on an event loop of its own."""
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from app.config.reward import RewardConfig
+from app.reward.outcome import FailureKind
 from app.reward.scorer import Scorer
 from app.types import Completion, FinishReason, Prompt, Trajectory, VersionSpan
 
 TOKENS = 8
-WriteReward = Callable[[str], str]  # a custom reward's source → the name of its module
+OWN = "tests.reward.broken"
 TOWER = "\\boxed{9^{9^{9^{9}}}}"
 
 
@@ -30,9 +31,10 @@ class RunningScorer(Scorer):
 def running_scorer(
     step_trajectories: int = 1000, log: Path | None = None, warned: list[str] | None = None, **settings: Any
 ) -> Iterator[RunningScorer]:
-    said: list[str] = [] if warned is None else warned
+    warnings: list[str] = [] if warned is None else warned
     with asyncio.Runner() as runner:
-        scorer = RunningScorer(RewardConfig(**settings), step_trajectories=step_trajectories, log=log, warn=said.append)
+        config = RewardConfig(**settings)
+        scorer = RunningScorer(config, step_trajectories=step_trajectories, log=log, warn=warnings.append)
         scorer.runner = runner
         try:
             runner.run(scorer.start())
@@ -62,4 +64,6 @@ def pids(scorer: Scorer) -> list[int]:
 
 
 def failed(scorer: Scorer) -> dict[str, int]:
-    return {kind.name: count for kind, count in scorer.failures.items() if count}
+    """Failed trajectories by kind."""
+    counts = {name.removeprefix("reward/failed_"): int(value) for name, value in scorer.metrics.items()}
+    return {kind: counts[kind] for kind in FailureKind.__members__ if counts[kind]}

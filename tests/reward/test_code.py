@@ -22,17 +22,16 @@ import pytest
 from app.config.placement import PlacementKind
 from app.config.reward import CodeArgs, RewardConfig
 from app.data.cursor import PromptCursor
-from app.errors import ConfigError
 from app.placement.colocate import Colocate
 from app.placement.fully_async import FullyAsync
 from app.reward.code import last_block
 from app.reward.code.check import describe_tests, require_sandbox
 from app.reward.code.judge import Judge, same_lines, same_value
 from app.reward.code.row_tests import Asserts, Calls, NoTests, Stdin, read_tests
-from app.reward.code.sandbox import NAMESPACES, PROCESS, LocalSandbox, Sandbox, available, choose
-from app.reward.code.sandbox_fusion import SandboxFusion
+from app.reward.code.sandbox import NAMESPACES, PROCESS, LocalSandbox, Sandbox, SandboxFusion, available, choose
 from app.reward.scorer import Scorer
 from app.types import Completion, GroupRequest, Trajectory
+from tests.refusals import refused
 from tests.reward.scorers import running_scorer, score, trajectory
 from tests.simulation import SimEngine, World, config, prompts
 
@@ -183,9 +182,8 @@ def test_the_columns_tell_the_form_and_what_cannot_be_read_is_refused() -> None:
     for row, why in refused_rows:
         with pytest.raises(NoTests, match=re.escape(why)):
             read_tests(row)
-    with pytest.raises(ConfigError) as refused:
+    with refused("reward", "code", "mine/7"):
         describe_tests([("mine/7", {"question": "?"}, "")])
-    assert (refused.value.key, "mine/7" in str(refused.value)) == ("reward", True)
     assert describe_tests([("mine/7", MBPP, "")] * 3) == "asserts in 3 rows"
 
 
@@ -236,21 +234,18 @@ def test_a_row_without_tests_and_a_server_that_is_gone_are_failures(fusion: str)
 
 def test_a_sandbox_that_is_absent_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    for cached in (available, choose):
-        getattr(cached, "cache_clear", lambda: None)()
+    available.cache_clear()
+    choose.cache_clear()
     try:
-        with pytest.raises(ConfigError) as refused:
+        with refused("reward.args.sandbox", "namespaces", "process"):
             require_sandbox(CodeArgs(sandbox="namespaces"))
-        assert (refused.value.key, refused.value.value) == ("reward.args.sandbox", "namespaces")
-        assert "process" in str(refused.value)
         description, warned = require_sandbox(CodeArgs())
         assert (PROCESS in description, warned) == (True, True)
-        with pytest.raises(ConfigError) as gone:
+        with refused("reward.args.sandbox", "http://127.0.0.1:9"):
             require_sandbox(CodeArgs(sandbox="http://127.0.0.1:9"))
-        assert gone.value.key == "reward.args.sandbox"
     finally:
-        for cached in (available, choose):
-            getattr(cached, "cache_clear", lambda: None)()
+        available.cache_clear()
+        choose.cache_clear()
 
 
 @pytest.mark.skipif(os.getuid() != 0 or shutil.which("setpriv") is None, reason="only root can give up capabilities")
@@ -298,7 +293,7 @@ async def test_completions_are_generated_while_programs_are_scored(kind: Placeme
     world = World(config(kind, steps=1), tmp_path, engine_count=1)
     trained, evaluated = ([replace(each, row=MBPP) for each in prompts(4, name)] for name in ("sim", "eval"))
     world.cursor = PromptCursor(trained, seed=0, shuffle=False)
-    world.scorer = scorer = WatchedScorer(RewardConfig(components={"code": 1.0}, timeout_s=1.0, workers=4))
+    world.scorer = scorer = WatchedScorer(RewardConfig(components={"code": 1.0}, timeout_s=0.5, workers=2))
     parts = replace(world.context(), evals={"eval": evaluated})
     engine = ScoredEngine(lambda prompt_id: 0.1, lambda prompt_id, member: True)
     engine.scoring = scorer.scoring = asyncio.Event()
@@ -324,21 +319,3 @@ def test_a_server_gets_the_limits_and_no_expected_value(fusion: str) -> None:
     assert (request["language"], request["memory_limit_MB"]) == ("python", 256)
     assert 0 < request["run_timeout"] <= TIMEOUT_S
     assert "987654" not in json.dumps(request)
-
-
-def test_only_code_takes_arguments() -> None:
-    accepted = RewardConfig(components={"code": 1.0, "format": 0.1}, args={"partial": True, "sandbox": "process"})
-    accepted.validate()
-    assert accepted.code == CodeArgs(partial=True, sandbox="process")
-    assert accepted.terms()["format"].args == {}
-    wrong: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-        ({"code": 1.0}, {"partial": 1}, "reward.args.partial"),
-        ({"code": 1.0}, {"sandbox": "docker"}, "reward.args.sandbox"),
-        ({"code": 1.0}, {"memory_mib": 1}, "reward.args.memory_mib"),
-        ({"code": 1.0}, {"limit": 1}, "reward.args.limit"),
-        ({"math": 1.0}, {"partial": True}, "reward.args"),
-    ]
-    for components, args, key in wrong:
-        with pytest.raises(ConfigError) as refused:
-            RewardConfig(components=components, args=args).validate()
-        assert refused.value.key == key

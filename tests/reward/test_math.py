@@ -17,16 +17,11 @@ def verified(reference: str, text: str) -> bool:
     return math_verify.verify(*parsed, timeout_seconds=None)
 
 
-def test_the_verdict_is_that_of_a_careful_human_grader_but_for_the_listed_answers() -> None:
+def test_the_verdict_is_that_of_a_careful_human_grader_and_of_math_verify_but_for_the_listed_answers() -> None:
     assert len(set(ROWS)) == len(ROWS) > 200
-    assert {(reference, text) for reference, text, right in ROWS if equal(reference, text) != right} == answers(
-        MISGRADED
-    )
-
-
-def test_the_verdict_differs_from_math_verify_for_exactly_the_listed_answers() -> None:
-    rows = [(reference, text) for reference, text, _ in ROWS]
-    assert {row for row in rows if equal(*row) != verified(*row)} == answers(DIFFERENT)
+    found = {(reference, text): equal(reference, text) for reference, text, _ in ROWS}
+    assert {row[:2] for row in ROWS if found[row[:2]] != row[2]} == answers(MISGRADED)
+    assert {row for row, verdict in found.items() if verdict != verified(*row)} == answers(DIFFERENT)
 
 
 def test_the_page_on_rewards_lists_every_reason_and_the_number_of_answers() -> None:
@@ -35,19 +30,15 @@ def test_the_page_on_rewards_lists_every_reason_and_the_number_of_answers() -> N
     assert f"has {len(ROWS)} graded answers" in page
 
 
-@pytest.mark.parametrize("number", [7, 40, 600, 1080, 2125, 13_500, 100_000, 1_234_567])
+@pytest.mark.parametrize("number", [7, 600, 2125, 100_000, 1_234_567])
 def test_an_unmarked_number_is_right_only_with_all_of_its_digits(number: int) -> None:
     """Answers as in GSM8K: whole numbers, some with groups of thousands."""
-    reference = f"{number:,}"
-    for text in (f"So it is {number:,}.", f"The answer is ${number:,}", f"She has {number} apples.", f"= {number:,}.0"):
-        assert equal(reference, text), text
-    for text in (
-        f"So it is {number:,}0.",
-        f"The answer is {number:,}5",
-        f"She has {number}0 apples.",
-        f"= {number:,}.5",
-    ):
-        assert not equal(reference, text), text
+    texts = (f"So it is {number:,}{{}}.", f"The answer is ${number:,}{{}}", f"She has {number}{{}} apples.")
+    for text in texts:
+        assert equal(f"{number:,}", text.format("")), text
+        assert equal(f"{number:,}", text.format(".0")), text
+        assert not equal(f"{number:,}", text.format("0")), text
+        assert not equal(f"{number:,}", text.format(".5")), text
 
 
 @pytest.mark.parametrize("reference", ["", " . ", "$$", r"\boxed{.}"])

@@ -1,196 +1,161 @@
 """The four signatures of a custom reward, what it sees of a row, and what it can return."""
 
-from dataclasses import replace
-from pathlib import Path
+import asyncio
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 from app.algorithm.metrics import group_metrics
-from app.types import Group
-from tests.refusals import refused
-from tests.reward.scorers import WriteReward, failed, running_scorer, score, trajectory
+from app.reward.component import RewardComponent
+from app.reward.outcome import Failure, LoggedScore, evaluate, failures
+from app.types import Group, Trajectory
+from app.utils.dotted_path import LoadError
+from tests.reward.scorers import OWN, failed, running_scorer, trajectory
+
+Batch = Sequence[Trajectory]
+Texts = list[str]
+BATCH = [trajectory(text, points={"a": 1, "b": 2.5}, level="hard") for text in "ab"]
 
 
-def test_a_reward_sees_the_question_and_every_column_of_the_row(custom_reward: WriteReward) -> None:
-    module = custom_reward(
-        "def rubric(trajectories):\n"
-        "    return [one.prompt.row['points'][one.text] + len(one.prompt.question) for one in trajectories]\n"
-    )
-    with running_scorer(_target_=f"{module}.rubric") as scorer:
-        assert score(scorer, [trajectory(text, points={"a": 1, "b": 2.5}) for text in "ab"]) == [12, 13.5]
+def component_of(reward: Callable[..., Any], **args: Any) -> RewardComponent:
+    return RewardComponent("own", 1.0, f"{__name__}.{reward.__name__}", args, key="reward._target_")
 
 
-def test_keywords_are_lists_of_texts_and_of_every_column(custom_reward: WriteReward) -> None:
-    module = custom_reward(
-        "def judged(prompts, completions, tests, bonus, **columns):\n"
-        "    assert prompts == ['what is it?'] * 2\n"
-        "    assert sorted(columns) == ['answer', 'completion_ids', 'level']\n"
-        "    assert columns['answer'] == ['42', '42'] and columns['completion_ids'] == [[0] * 8] * 2\n"
-        "    assert columns['level'] == ['hard', 'hard']\n"
-        "    return [bonus + (text in each) for text, each in zip(completions, tests)]\n"
-    )
-    batch = [trajectory(text, tests=["x", "y"], level="hard") for text in "xz"]
-    with running_scorer(_target_=f"{module}.judged", args={"bonus": 0.5}) as scorer:
-        assert score(scorer, batch) == [1.5, 0.5]
-        assert failed(scorer) == {}
+def outcome(reward: Callable[..., Any], trajectories: Batch = BATCH, **args: Any) -> Any:
+    """What a worker makes of a call: failures by their kind."""
+    with asyncio.Runner() as runner:
+        made = evaluate(component_of(reward, **args).load(), trajectories, runner)
+    if isinstance(made, Failure):
+        return made.kind.name
+    return [each.kind.name if isinstance(each, Failure) else each for each in made]
 
 
-def test_a_column_named_answer_comes_before_the_reference_answer(custom_reward: WriteReward) -> None:
-    module = custom_reward("def same(completions, answer):\n    return [float(answer == ['#### 7', '#### 7'])] * 2\n")
-    row = {"answer": "#### 7"}
-    bare = trajectory("7", answer="7")
-    batch = [replace(bare, prompt=replace(bare.prompt, row=row))] * 2
-    with running_scorer(_target_=f"{module}.same") as scorer:
-        assert score(scorer, batch) == [1.0, 1.0]
+def rubric(trajectories: Batch) -> list[float]:
+    return [each.prompt.row["points"][each.text] + len(each.prompt.question) for each in trajectories]
 
 
-def test_a_column_that_rows_lack_is_named(custom_reward: WriteReward) -> None:
-    module = custom_reward("def needy(completions, solution, rubric):\n    return [1.0]\n")
-    warned: list[str] = []
-    with running_scorer(_target_=f"{module}.needy", max_failed_fraction=1, warned=warned) as scorer:
-        assert score(scorer, [trajectory("a", level=3)]) == [0]
-        assert failed(scorer) == {"value": 1}
-    expected = "it takes solution, rubric; there are answer, level, prompts, completions, completion_ids."
-    assert expected in warned[0]
+def judged(
+    prompts: Texts, completions: Texts, points: list[dict[str, float]], bonus: float, **others: Any
+) -> list[float]:
+    assert prompts == ["what is it?"] * 2
+    assert others == {"answer": ["42"] * 2, "completion_ids": [[0] * 8] * 2, "level": ["hard"] * 2}
+    return [bonus + each[text] for text, each in zip(completions, points, strict=True)]
 
 
-VERL_ROW: dict[str, Any] = {"data_source": "openai/gsm8k", "extra_info": {"index": 7}}
+async def lengths(completions: Texts, **_: Any) -> list[int]:
+    return [len(each) for each in completions]
 
 
-def test_a_reward_written_for_verl_gets_its_four_arguments(custom_reward: WriteReward) -> None:
-    module = custom_reward(
-        "def compute_score(data_source, solution_str, ground_truth, extra_info=None, scale=1):\n"
-        "    assert (data_source, ground_truth, extra_info['index']) == ('openai/gsm8k', '42', 7)\n"
-        "    return {'score': scale * (ground_truth in solution_str), 'length': len(solution_str), 'pred': 'text'}\n"
-    )
-    batch = [trajectory(text, **VERL_ROW) for text in ("so 42", "7")]
-    with running_scorer(_target_=f"{module}.compute_score", args={"scale": 2}) as scorer:
-        scored = scorer.scored(batch)
-        assert failed(scorer) == {}
-    assert [one.reward for one in scored] == [2, 0]
-    assert scored[0].reward_components == {"compute_score": 2, "compute_score/length": 5}
+def columns(completions: Texts, answer: Texts) -> list[float]:
+    return [float(answer == ["#### 7", "#### 7"])] * 2
 
 
-def test_a_reward_for_verl_may_take_fewer_arguments_and_rows_may_lack_the_columns(custom_reward: WriteReward) -> None:
-    module = custom_reward(
-        "async def score(solution_str, extra_info, **others):\n"
-        "    assert extra_info is None and sorted(others) == ['data_source', 'ground_truth']\n"
-        "    return len(solution_str)\n"
-    )
-    with running_scorer(_target_=f"{module}.score") as scorer:
-        assert score(scorer, [trajectory("abc")]) == [3]
+def test_a_reward_sees_the_question_and_every_column_of_the_rows_as_fields_or_as_lists_by_keyword() -> None:
+    assert outcome(rubric) == [12, 13.5]
+    assert outcome(judged, bonus=0.5) == [1.5, 3]
+    assert outcome(lengths) == [1, 1]
+    # a column of that name comes before the reference answer
+    answered = [trajectory("7") for _ in range(2)]
+    for each in answered:
+        each.prompt.row["answer"] = "#### 7"  # type: ignore[index]  # its own dictionary
+    assert outcome(columns, answered) == [1.0, 1.0]
 
 
-def test_another_signature_is_refused_with_the_accepted_ones(custom_reward: WriteReward) -> None:
-    module = custom_reward("def score(text, reference):\n    return 1.0\n")
-    signatures = ("(text, reference)", "(trajectory)", "(data_source, solution_str, ground_truth, extra_info)")
-    with refused("reward._target_", f"{module}.score", *signatures), running_scorer(_target_=f"{module}.score"):
+def needy(completions: Texts, solution: Texts, points: Any) -> list[float]:
+    return [1.0]
+
+
+def test_a_column_that_rows_lack_is_named() -> None:
+    (failure,) = failures(evaluate(component_of(needy).load(), BATCH[:1], None))
+    assert failure.kind.name == "value"
+    assert "it takes solution" in failure.message
+    assert "answer, points, level" in failure.message
+
+
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None, scale: int = 1
+) -> dict[str, Any]:
+    assert (data_source, extra_info) == ("openai/gsm8k", {"index": 7})
+    return {"score": scale * (ground_truth in solution_str), "length": len(solution_str), "pred": "text"}
+
+
+async def fewer(solution_str: str, extra_info: Any, **others: Any) -> int:
+    assert (extra_info, others) == (None, {"data_source": "set", "ground_truth": "42"})
+    return len(solution_str)
+
+
+def test_a_reward_written_for_verl_gets_its_arguments_and_may_take_fewer() -> None:
+    rows = [trajectory(text, data_source="openai/gsm8k", extra_info={"index": 7}) for text in ("so 42", "7")]
+    assert outcome(compute_score, rows, scale=2) == [LoggedScore(2, {"length": 5}), LoggedScore(0, {"length": 1})]
+    assert outcome(fewer) == [1, 1]
+
+
+def of_texts(text: str, reference: str) -> float:
+    return 1.0
+
+
+def of_nothing() -> list[float]:
+    return []
+
+
+class Needs:
+    def __init__(self, needed: object) -> None:
         pass
 
 
-def test_none_leaves_a_component_out_of_the_sum_and_of_its_mean(custom_reward: WriteReward) -> None:
-    module = custom_reward(
-        "def code(completions, kind):\n    return [1.0 if each == 'code' else None for each in kind]\n"
-        "def brief(trajectory):\n    return 0.5\n"
-    )
-    components = {name: {"_target_": f"{module}.{name}"} for name in ("code", "brief")}
-    batch = [trajectory("a", kind="code"), trajectory("b", kind="prose")]
+@pytest.mark.parametrize(
+    ("reward", "reason"),
+    [
+        (of_texts, r"\(text, reference\): write \(trajectories\) or \(trajectory\) or .*extra_info\)"),
+        (of_nothing, r"its parameters are \(\)"),
+        (Needs, r"cannot be constructed or called with \{\} \(TypeError: Needs.__init__\(\) missing 1"),
+    ],
+)
+def test_another_signature_is_refused(reward: Callable[..., Any], reason: str) -> None:
+    with pytest.raises(LoadError, match=reason):
+        component_of(reward).load()
+
+
+def returns(trajectories: Batch, value: object) -> object:
+    return value
+
+
+V = "value"  # a failure
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (np.arange(3, dtype=np.float32), [0, 1, 2]),
+        ([True, np.int64(7), None], [1, 7, None]),
+        ([1.0, math.nan, -math.inf], [1, V, V]),
+        ([1.0, "1.0", [1.0]], [1, V, V]),
+        ([{"reward": 1.0}, {"score": "high"}, {"score": math.nan}], [V] * 3),
+        ([1.0, 0.5], [V] * 3),
+        ("111", [V] * 3),
+        (1.0, [V] * 3),
+        ({"a": 1, "b": 1, "c": 1}, [V] * 3),
+        (iter([1.0, 1.0, 1.0]), [V] * 3),
+    ],
+)
+def test_anything_but_one_finite_number_per_trajectory_is_a_failure(value: object, expected: list[object]) -> None:
+    assert outcome(returns, [trajectory("a")] * 3, value=value) == expected
+
+
+def test_none_leaves_a_component_out_of_the_sum_and_of_its_mean_and_nothing_but_none_has_failed() -> None:
+    batch = [trajectory("a", kind="code"), trajectory("please", kind="prose")]
+    components = {"kind": {"_target_": f"{OWN}.of_code"}, "polite": {"_target_": f"{OWN}.polite"}}
     with running_scorer(components=components) as scorer:
         scored = scorer.scored(batch)
         assert failed(scorer) == {}
-    assert [one.reward for one in scored] == [1.5, 0.5]
-    assert [one.reward_components for one in scored] == [{"code": 1.0, "brief": 0.5}, {"brief": 0.5}]
+    assert [each.reward for each in scored] == [1.0, 1.0]
+    assert [each.reward_components for each in scored] == [{"kind": 1.0, "polite": 0.0}, {"polite": 1.0}]
     means = group_metrics([Group(scored[0].prompt, tuple(scored))])
-    assert (means["reward/code"], means["reward/brief"]) == (1.0, 0.5)
+    assert (means["reward/kind"], means["reward/polite"]) == (1.0, 0.5)
 
-
-def test_a_trajectory_to_which_no_component_applies_has_failed(custom_reward: WriteReward) -> None:
-    module = custom_reward("def never(trajectories):\n    return [None, 1.0]\n")
-    with running_scorer(_target_=f"{module}.never", max_failed_fraction=1) as scorer:
-        assert score(scorer, [trajectory("a"), trajectory("b")]) == [0, 1.0]
+    with running_scorer(_target_=f"{OWN}.of_code", max_failed_fraction=1) as scorer:
+        assert [each.reward for each in scorer.scored(batch)] == [1.0, 0]
         assert failed(scorer) == {"value": 1}
-
-
-@pytest.mark.parametrize("result", ["{'reward': 1.0}", "{'score': 'high'}", "{'score': float('nan')}"])
-def test_a_mapping_without_a_number_as_score_is_a_failure(custom_reward: WriteReward, result: str) -> None:
-    module = custom_reward(f"def odd(trajectory):\n    return {result}\n")
-    with running_scorer(_target_=f"{module}.odd", max_failed_fraction=1) as scorer:
-        assert score(scorer, [trajectory("a")]) == [0]
-        assert failed(scorer) == {"value": 1}
-
-
-def test_a_reward_of_one_trajectory_fails_alone_without_a_second_call(
-    custom_reward: WriteReward, tmp_path: Path
-) -> None:
-    module = custom_reward(
-        "def one(trajectory):\n"
-        "    if trajectory.text == 'bad':\n"
-        "        raise ValueError('unreadable')\n"
-        "    return len(trajectory.text)\n"
-    )
-    log = tmp_path / "reward.log"
-    with running_scorer(_target_=f"{module}.one", log=log) as scorer:
-        assert score(scorer, [trajectory(text) for text in ("a", "bad", "abc")]) == [1, 0, 3]
-        assert failed(scorer) == {"exception": 1}
-        assert scorer.metrics["reward/retried"] == 0
-    assert "ValueError: unreadable" in log.read_text()
-    assert "one failed on set/0@0, 3 trajectories: exception: ValueError: unreadable at " in log.read_text()
-
-
-def test_an_async_reward_of_one_trajectory_scores_the_group_concurrently(custom_reward: WriteReward) -> None:
-    module = custom_reward(
-        "import asyncio\n"
-        "arrived = 0\n"
-        "class Judge:\n"
-        "    def __init__(self, size):\n"
-        "        self.size, self.arrived, self.all = size, 0, asyncio.Event()\n"
-        "    async def __call__(self, trajectory):\n"
-        "        self.arrived += 1\n"
-        "        if self.arrived == self.size:\n"
-        "            self.all.set()\n"
-        "        await self.all.wait()\n"  # a sequential caller would wait for ever
-        "        if trajectory.text == 'bad':\n"
-        "            raise ConnectionError('refused')\n"
-        "        return 0.5\n"
-    )
-    with running_scorer(_target_=f"{module}.Judge", args={"size": 8}, timeout_s=60.0) as scorer:
-        batch = [trajectory("bad" if index == 3 else "fine") for index in range(8)]
-        assert score(scorer, batch) == [0.5, 0.5, 0.5, 0, 0.5, 0.5, 0.5, 0.5]
-        assert failed(scorer) == {"exception": 1}
-
-
-@pytest.mark.parametrize("sync", ["def", "async def"])
-def test_columns_can_be_scored_by_sync_and_async_functions(custom_reward: WriteReward, sync: str) -> None:
-    module = custom_reward(f"{sync} lengths(completions, **_):\n    return [len(each) for each in completions]\n")
-    with running_scorer(_target_=f"{module}.lengths") as scorer:
-        assert score(scorer, [trajectory("a"), trajectory("ab")]) == [1, 2]
-
-
-def test_own_and_built_in_components_are_summed_with_weights(custom_reward: WriteReward) -> None:
-    module = custom_reward(
-        "def brief(trajectories, limit):\n    return [float(len(one.text) <= limit) for one in trajectories]\n"
-        "async def polite(trajectory):\n    return float('please' in trajectory.text)\n"
-    )
-    components = {
-        "math": {"weight": 1},
-        "format": 0.25,
-        "brief": {"_target_": f"{module}.brief", "args": {"limit": 12}, "weight": 0.5},
-        "polite": {"_target_": f"{module}.polite", "weight": 0},
-    }
-    batch = [trajectory("\\boxed{42}"), trajectory("please, \\boxed{42}"), trajectory("7")]
-    with running_scorer(components=components, workers=2) as scorer:
-        scored = scorer.scored(batch)
-        assert failed(scorer) == {}
-    assert [one.reward for one in scored] == [1.75, 1.25, 0.5]
-    assert scored[1].reward_components == {"math": 1, "format": 1, "brief": 0, "polite": 1}
-    assert list(scored[1].reward_components) == ["math", "format", "brief", "polite"]
-
-
-def test_a_component_that_hangs_does_not_keep_the_others_from_their_values(custom_reward: WriteReward) -> None:
-    module = custom_reward("import time\ndef stuck(trajectories):\n    time.sleep(1000)\n")
-    components = {"math": 1.0, "stuck": {"_target_": f"{module}.stuck"}}
-    with running_scorer(components=components, timeout_s=1.0) as scorer:
-        (scored,) = scorer.scored([trajectory("\\boxed{42}")])
-    assert scored.reward == 0
-    assert scored.reward_components == {"math": 1, "stuck": 0}

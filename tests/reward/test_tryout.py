@@ -10,7 +10,7 @@ from app.reward import tryout
 from app.reward.tryout import made_up, tokenizer_of, try_rewards
 from app.types import Prompt
 from tests.refusals import refused
-from tests.reward.scorers import WriteReward, trajectory
+from tests.reward.scorers import OWN, trajectory
 
 END = 7
 
@@ -27,87 +27,54 @@ def tried(prompts: list[Prompt], **settings: Any) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("body", "reason"),
+    ("name", "reason"),
     [
-        ("raise KeyError('score')", "exception: KeyError: 'score' at "),
-        ("return None", "value: returned a NoneType"),
-        ("return [float('nan')] * len(trajectories)", "value: returned nan"),
-        ("return [1.0]", "value: returned 1 values"),
-        ("import os; os._exit(3)", "(exit code 3)"),
+        ("raises", "exception: KeyError: 'score' at "),
+        ("nothing", "value: returned a NoneType"),
+        ("dies", "(exit code 3)"),
     ],
 )
-def test_a_reward_that_fails_on_everything_is_refused(custom_reward: WriteReward, body: str, reason: str) -> None:
-    module = custom_reward(f"def broken(trajectories):\n    {body}\n")
-    with refused("reward._target_", f"{module}.broken", reason, "reward.tryout=false"):
-        tried(PROMPTS[:1], _target_=f"{module}.broken")
+def test_a_reward_that_fails_on_everything_is_refused(name: str, reason: str) -> None:
+    with refused("reward._target_", f"{OWN}.{name}", reason, "reward.tryout=false"):
+        tried(PROMPTS[:1], _target_=f"{OWN}.{name}")
 
 
 def test_a_reward_that_hangs_is_refused_at_its_deadline_and_named_before(
-    custom_reward: WriteReward, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(tryout, "SLOW_SECONDS", 0.2)
-    module = custom_reward("import time\ndef stuck(trajectories):\n    time.sleep(1000)\n")
-    components = {"exact": 1.0, "slow": {"_target_": f"{module}.stuck"}}
-    with refused("reward.components.slow._target_", f"{module}.stuck", "within 1 s", "reward.timeout_s=1"):
+    components = {"exact": 1.0, "slow": {"_target_": f"{OWN}.hangs"}}
+    with refused("reward.components.slow._target_", f"{OWN}.hangs", "within 1 s", "reward.timeout_s=1"):
         tried(PROMPTS, components=components, timeout_s=1.0)
-    said = capsys.readouterr().err
-    assert said == "trying reward component slow: no result after 0.2 s; it has 1 s\n"
+    assert capsys.readouterr().err == "trying reward component slow: no result after 0.2 s; it has 1 s\n"
 
 
-def test_a_reward_that_fails_on_some_completions_is_a_warning(custom_reward: WriteReward) -> None:
-    module = custom_reward("def first(trajectory):\n    return float(trajectory.text.split()[0] == '1')\n")
-    (warning,) = tried(PROMPTS, _target_=f"{module}.first")
-    for named in ("reward component first ", " 3 of 6 ", "exception: IndexError: ", f"{module}.py:2."):
+def test_a_reward_that_fails_on_some_completions_is_a_warning() -> None:
+    (warning,) = tried(PROMPTS, _target_=f"{OWN}.first_word")
+    for named in ("reward component first_word ", " 3 of 6 ", "exception: IndexError: ", "broken.py:"):
         assert named in warning
 
 
-def test_a_slow_reward_is_a_warning_and_is_tried_on_one_prompt(
-    custom_reward: WriteReward, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_slow_reward_is_a_warning_and_is_tried_on_one_prompt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(tryout, "SLOW_SECONDS", 0.1)
     monkeypatch.setattr(tryout, "MAX_COMPONENT_SECONDS", 0.2)
     calls = tmp_path / "calls"
-    module = custom_reward(
-        "import time\n"
-        "def judge(trajectories, calls):\n"
-        "    open(calls, 'a').write('x')\n"
-        "    time.sleep(0.5)\n"
-        "    return [1.0] * len(trajectories)\n"
-    )
-    (warning,) = tried(PROMPTS, _target_=f"{module}.judge", args={"calls": str(calls)})
-    assert warning.startswith("reward component judge took ")
+    (warning,) = tried(PROMPTS, _target_=f"{OWN}.slow", args={"calls": str(calls)})
+    assert warning.startswith("reward component slow took ")
     assert "reward.workers" in warning
-    assert calls.read_text() == "x"
+    assert calls.read_text() == "2 "
 
 
-def test_a_good_reward_sees_real_rows_with_the_answer_and_an_empty_text(
-    custom_reward: WriteReward, tmp_path: Path
-) -> None:
+def test_a_good_reward_sees_real_rows_with_the_answer_and_an_empty_text(tmp_path: Path) -> None:
     seen = tmp_path / "seen"
-    module = custom_reward(
-        "def see(trajectories, seen):\n"
-        "    with open(seen, 'a') as file:\n"
-        "        for one in trajectories:\n"
-        "            print(one.prompt.row['level'], one.text, one.completion.token_ids.tolist(), sep='|', file=file)\n"
-        "    return [0.0] * len(trajectories)\n"
-    )
-    assert tried(PROMPTS, _target_=f"{module}.see", args={"seen": str(seen)}) == []
-    assert seen.read_text().split() == [
-        "0|0|[48,",
-        "7]",
-        "0||[7]",
-        "1|1|[49,",
-        "7]",
-        "1||[7]",
-        "2|2|[50,",
-        "7]",
-        "2||[7]",
+    assert tried(PROMPTS, _target_=f"{OWN}.sees", args={"seen": str(seen)}) == []
+    assert seen.read_text().splitlines() == [
+        line for level in range(3) for line in (f"{level}|{level}|[{48 + level}, {END}]", f"{level}||[{END}]")
     ]
 
 
-def test_without_the_tryout_a_reward_is_only_loaded(custom_reward: WriteReward) -> None:
-    module = custom_reward("def broken(trajectories):\n    1 / 0\n")
-    assert tried(PROMPTS, _target_=f"{module}.broken", tryout=False) == []
+def test_without_the_tryout_a_reward_is_only_loaded() -> None:
+    assert tried(PROMPTS, _target_=f"{OWN}.raises", tryout=False) == []
     with refused("reward._target_", "os.no_such", "no no_such"):
         tried(PROMPTS, _target_="os.no_such", tryout=False)
 

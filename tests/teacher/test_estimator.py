@@ -22,7 +22,7 @@ from tests.algorithm.groups import group
 from tests.model.support import relative, save_qwen3
 from tests.refusals import refused
 from tests.trainer import plain
-from tests.trainer.support import TEMPERATURE, Scenario, make_step, play, sampled, scored_groups, train
+from tests.trainer.support import TEMPERATURE, Scenario, play, sampled, scored_groups
 
 VOCABULARY, LENGTH = 4, 3
 DISTILL = AlgorithmConfig(reward_coefficient=0, group_size=1, aggregation=Aggregation.seq_mean_token_sum)
@@ -154,9 +154,3 @@ def test_without_rewards_every_advantage_is_zero_and_one_trajectory_is_a_group()
         replace(DISTILL, reward_coefficient=1.0).validate()
     with refused("algorithm.dynamic_sampling"):
         replace(DISTILL, dynamic_sampling=True).validate()
-
-
-def test_steps_without_a_teacher_report_nothing_of_one(path: Path) -> None:
-    scenario = Scenario(AlgorithmConfig(prompts_per_step=2, group_size=4), sampled(path, scored_groups(2)))
-    report = train(make_step(path, scenario), scenario)
-    assert not [name for name in report.metrics if name.startswith("teacher/")]

@@ -1,8 +1,7 @@
 """Self-distillation: engines score a completion after a prompt with the answer in it, as transformers does."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +18,6 @@ from app.tracking.run_folder.timeline import Timeline
 from app.types import Completion, FinishReason, Group, InFlight, Prompt, TokenSequence, Trajectory, VersionSpan
 from tests.compose import composed
 from tests.refusals import refused
-from tests.rollout.support import host_spec, remote, server_spec
 from tests.runs import Run
 from tests.teacher.test_teacher import exact
 from tests.trainer.plain import transformers_model
@@ -27,34 +25,22 @@ from tests.trainer.plain import transformers_model
 ASKED = "teacher.prompt='{answer}={question}'"
 
 
-@asynccontextmanager
-async def engine_of(model: Path, folder: Path) -> AsyncIterator[RemoteEngine]:
-    server = server_spec(model, folder, name="engine 0")
-    made = remote(host_spec(folder, name="engine 0", server=server))
-    await made.start(300)
-    try:
-        yield made
-    finally:
-        await made.end()
-
-
-async def test_engines_score_as_transformers_does_and_wait_for_a_pause(
-    ray_session: None, tiny_model: Path, tmp_path: Path
-) -> None:
+async def test_engines_score_as_transformers_does_and_wait_for_a_pause(engine: RemoteEngine, tiny_model: Path) -> None:
     config, tokenizer, model = composed(ASKED), load_tokenizer(tiny_model), transformers_model(tiny_model)
     last = model.config.vocab_size - 1
     lengths = [[25, 26, 2], [last], [], [20] * 12]
     prompt = Prompt("sums/0@0", np.array([21, 22], np.int32), "46", "sums", "12+34=")
     group = Group(prompt, tuple(sampled(prompt, each) for each in lengths))
-    async with engine_of(tiny_model, tmp_path) as engine:
-        teacher = SelfTeacher(config, tokenizer, EnginePool([engine]), Requests(Timeline(), RecoveryConfig()))
-        await engine.pause(InFlight.retract)
-        scoring = asyncio.create_task(teacher.score(group))
-        await asyncio.sleep(0.5)
-        assert not scoring.done()
-        await engine.resume()
-        scored = await asyncio.wait_for(scoring, 60)
-        assert (await engine.stats()).completion_tokens == 0  # nothing was sampled
+
+    teacher = SelfTeacher(config, tokenizer, EnginePool([engine]), Requests(Timeline(), RecoveryConfig()))
+    before = await engine.stats()
+    await engine.pause(InFlight.retract)
+    scoring = asyncio.create_task(teacher.score(group))
+    await asyncio.sleep(0.5)
+    assert not scoring.done()
+    await engine.resume()
+    scored = await asyncio.wait_for(scoring, 60)
+    assert (await engine.stats()).completion_tokens == before.completion_tokens  # nothing was sampled
 
     asked = Prompt("", np.array(tokenizer("46=12+34=")["input_ids"], np.int32), "", "")
     assert asked.token_ids.tolist() == teacher_prompt(prompt, config, tokenizer).tolist()
@@ -97,7 +83,7 @@ def test_braces_of_a_question_and_of_the_prompt_stay(tiny_model: Path) -> None:
     assert "".join(map(chr, teacher_prompt(row, config, Tokenizer()))) == "{answer}+{x}{question}"
 
 
-@pytest.mark.parametrize("placement", ["colocate", "fully_async"])
+@pytest.mark.parametrize("placement", [pytest.param("colocate", marks=pytest.mark.slow), "fully_async"])
 def test_a_run_teaches_itself(placement: str, start: Callable[..., Run]) -> None:
     run = start("algorithm=opd", ASKED, f"placement={placement}", "steps=3", "eval.every=0")
     assert run.wait() == 0, run.text

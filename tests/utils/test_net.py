@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from app.utils.net import bracketed, port_is_free, reserve_port, url_of
+from app.utils.net import port_is_free, reserve_port
 
 IN_USE = "Address already in use"
 
@@ -67,10 +67,3 @@ def test_a_port_that_is_in_use_is_not_free() -> None:
         with pytest.raises(OSError, match=IN_USE):
             reserve_port(*address)
     assert port_is_free(*address)
-
-
-def test_an_ipv6_address_gets_brackets() -> None:
-    assert bracketed("10.0.0.1") == "10.0.0.1"
-    assert bracketed("fe80::1") == "[fe80::1]"
-    assert url_of("10.0.0.7", 30000) == "http://10.0.0.7:30000"
-    assert url_of("fd00::7", 30000) == "http://[fd00::7]:30000"

@@ -19,7 +19,7 @@ async def raise_and_let_it_arrive(number: signal.Signals, arrived: asyncio.Event
     await asyncio.wait_for(arrived.wait(), DEADLINE_S)
 
 
-def test_a_second_signal_is_answered_and_does_not_end_the_cleanup() -> None:
+def test_a_second_signal_is_answered_and_only_a_third_ends_the_cleanup() -> None:
     events: list[str] = []
 
     async def work(second: asyncio.Event) -> None:
@@ -29,7 +29,13 @@ def test_a_second_signal_is_answered_and_does_not_end_the_cleanup() -> None:
         finally:
             events.append("cleanup began")
             await raise_and_let_it_arrive(signal.SIGINT, second)
-            events.append("cleanup ended")
+            events.append("cleanup goes on")
+            os.kill(os.getpid(), signal.SIGTERM)
+            try:
+                await asyncio.sleep(DEADLINE_S)
+            except asyncio.CancelledError:
+                events.append("cancelled again")
+                raise
 
     async def main() -> None:
         second = asyncio.Event()
@@ -42,32 +48,7 @@ def test_a_second_signal_is_answered_and_does_not_end_the_cleanup() -> None:
 
     with pytest.raises(Interrupted, match="interrupted by SIGTERM"):
         asyncio.run(main())
-    assert events == ["cleanup began", "answered", "cleanup ended"]
-
-
-def test_a_third_signal_ends_the_cleanup() -> None:
-    events: list[str] = []
-
-    async def work(second: asyncio.Event) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
-        try:
-            await asyncio.sleep(DEADLINE_S)
-        finally:
-            await raise_and_let_it_arrive(signal.SIGTERM, second)
-            os.kill(os.getpid(), signal.SIGTERM)
-            try:
-                await asyncio.sleep(DEADLINE_S)
-            except asyncio.CancelledError:
-                events.append("cancelled again")
-                raise
-
-    async def main() -> None:
-        second = asyncio.Event()
-        await until_signal(work(second), on_second=second.set)
-
-    with pytest.raises(Interrupted, match="interrupted by SIGTERM"):
-        asyncio.run(main())
-    assert events == ["cancelled again"]
+    assert events == ["cleanup began", "answered", "cleanup goes on", "cancelled again"]
 
 
 async def test_a_cancellation_waits_for_the_thread() -> None:

@@ -61,7 +61,7 @@ def read(file: Path, key: str) -> Records:
         return _json(file, key, may_be_list=ending.endswith(JSON))
     if ending.endswith(CSV):
         return _csv(file, key)
-    raise path_error(key, str(file), f"a file that ends in {', '.join(ENDINGS)}, or the id of a hub data set")
+    raise ConfigError(key, str(file), f"a file that ends in {', '.join(ENDINGS)}, or the id of a hub data set")
 
 
 def _json(file: Path, key: str, *, may_be_list: bool) -> Records:
@@ -85,23 +85,23 @@ def _json_list(text: TextIO, file: Path, key: str) -> Records:
     try:
         rows = json.load(text)
     except (ValueError, RecursionError) as error:
-        raise path_error(key, str(file), f"a list of JSON objects; it is not JSON ({brief(error)})") from error
+        raise ConfigError(key, str(file), f"a list of JSON objects; it is not JSON ({brief(error)})") from error
 
     for number, row in enumerate(rows, start=1):
         if isinstance(row, dict):
             yield Record(str(file), number, row)
         else:
             accepted = f"a list of JSON objects; row {number} is a {type(row).__name__}"
-            yield Record(str(file), number, path_error(key, str(file), accepted))
+            yield Record(str(file), number, ConfigError(key, str(file), accepted))
 
 
 def _parsed(line: str, number: int, file: Path, key: str) -> dict[str, Any] | ConfigError:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:  # a ValueError also for an integer of too many digits
-        return path_error(key, str(file), f"one JSON object a line; line {number} is not JSON ({brief(error)})")
+        return ConfigError(key, str(file), f"one JSON object a line; line {number} is not JSON ({brief(error)})")
     if not isinstance(row, dict):
-        return path_error(key, str(file), f"one JSON object a line; line {number} is a {type(row).__name__}")
+        return ConfigError(key, str(file), f"one JSON object a line; line {number} is a {type(row).__name__}")
     return row
 
 
@@ -118,7 +118,7 @@ def _csv(file: Path, key: str) -> Records:
                 accepted = (
                     f"rows of as many cells as the header; row {number} has {len(cells)} instead of {len(header)}"
                 )
-                values = path_error(key, str(file), accepted)
+                values = ConfigError(key, str(file), accepted)
             yield Record(str(file), number, values)
 
 
@@ -132,7 +132,7 @@ def _open(file: Path, key: str, kind: str) -> Iterator[TextIO]:
     except (OSError, EOFError, zlib.error, UnicodeDecodeError, csv.Error) as error:
         packed = " compressed with gzip" if compressed else ""
         accepted = f"a readable {kind} file in UTF-8{packed} ({brief(error)})"
-        raise path_error(key, str(file), accepted) from error
+        raise ConfigError(key, str(file), accepted) from error
 
 
 def _parquet(file: Path, key: str) -> Records:
@@ -145,7 +145,7 @@ def _parquet(file: Path, key: str) -> Records:
             left_out = [name for name in table.schema_arrow.names if name not in kept]
             yield from numbered(table.iter_batches(batch_size=BATCH_ROWS, columns=kept), str(file), left_out)
     except (OSError, UnicodeDecodeError, pyarrow.ArrowException) as error:
-        raise path_error(key, str(file), f"a readable Parquet file ({brief(error)})") from error
+        raise ConfigError(key, str(file), f"a readable Parquet file ({brief(error)})") from error
 
 
 def columns(schema: Any) -> list[str]:
@@ -171,8 +171,3 @@ def numbered(batches: Iterable[Any], where: str, left_out: Sequence[str]) -> Rec
 def brief(error: Exception) -> str:
     """First line of an error, shortened to fit into a sentence."""
     return one_line(error).rstrip(".")[:MAX_ERROR_CHARACTERS]
-
-
-def path_error(key: str, path: str, accepted: str) -> ConfigError:
-    """Return the error of a path that cannot be read."""
-    return ConfigError(key, path, accepted)

@@ -18,7 +18,8 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from app.data.records import formats
-from app.data.records.formats import Records, brief, path_error
+from app.data.records.formats import Records, brief
+from app.errors import ConfigError
 from app.utils.hub import hub_client
 
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
@@ -61,7 +62,8 @@ def read(path: str | list[str], *, subset: str | None, split: str, key: str) -> 
     """
     for part in [path] if isinstance(path, str) else path:
         for source in _matches(part, key):
-            yield from _read_one(source, subset, split, key)
+            file = local_file(source)
+            yield from _hub(source, subset, split, key) if file is None else formats.read(file, key)
 
 
 def _matches(path: str, key: str) -> list[str]:
@@ -71,13 +73,8 @@ def _matches(path: str, key: str) -> list[str]:
 
     files = sorted(each for each in glob.glob(str(Path(path).expanduser()), recursive=True) if Path(each).is_file())
     if not files:
-        raise path_error(key, path, "a pattern that matches a file; there is none")
+        raise ConfigError(key, path, "a pattern that matches a file; there is none")
     return files
-
-
-def _read_one(path: str, subset: str | None, split: str, key: str) -> Records:
-    file = local_file(path)
-    return _hub(path, subset, split, key) if file is None else formats.read(file, key)
 
 
 def _hub(path: str, subset: str | None, split: str, key: str) -> Records:
@@ -85,12 +82,12 @@ def _hub(path: str, subset: str | None, split: str, key: str) -> Records:
         accepted = (
             f"an existing file ({', '.join(formats.ENDINGS)}), or the id of a hub data set; there is no such file"
         )
-        raise path_error(key, path, accepted)
+        raise ConfigError(key, path, accepted)
 
     try:
         import datasets
     except ImportError as error:
-        raise path_error(key, path, "a local file, or install the 'datasets' library to use the hub") from error
+        raise ConfigError(key, path, "a local file, or install the 'datasets' library to use the hub") from error
 
     where = f"split {split}" + (f" of subset {subset}" if subset else "")
     is_folder = Path(path).expanduser().is_dir()
@@ -102,7 +99,7 @@ def _hub(path: str, subset: str | None, split: str, key: str) -> Records:
             accepted = f"a data set that can be loaded; {where} failed to load ({brief(error)})"
             if not online:
                 accepted = f"a local file: the hub cannot be reached from here, and its cache has no {where}"
-            raise path_error(key, path, accepted) from error
+            raise ConfigError(key, path, accepted) from error
 
     kept = formats.columns(table.features.arrow_schema)
     left_out = [name for name in table.column_names if name not in kept]

@@ -10,8 +10,16 @@ from typing import Any
 
 from app.reward.code.judge import Judge
 from app.reward.code.row_tests import read_tests
-from app.reward.code.sandbox import NAMESPACES, LocalSandbox, Sandbox, SandboxError, available, choose, runs_programs
-from app.reward.code.sandbox_fusion import SandboxFusion
+from app.reward.code.sandbox import (
+    NAMESPACES,
+    LocalSandbox,
+    Sandbox,
+    SandboxError,
+    SandboxFusion,
+    available,
+    choose,
+    runs_programs,
+)
 from app.types import Trajectory
 
 FENCE = "```"

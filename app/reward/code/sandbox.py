@@ -4,6 +4,7 @@ Every program gets an interpreter of its own, without packages, environment or f
 in is text on its stdin, all that comes out is its stdout.
 """
 
+import json
 import marshal
 import os
 import select
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -31,6 +33,7 @@ MAX_PROCESSES = 8
 MAX_DESCRIPTORS = 64
 EXIT_TIMEOUT_S = 0.5  # of a program that has closed its stdout
 PROBE_TIMEOUT_S = 10.0
+NETWORK_TIMEOUT_S = 3.0  # beyond the timeout of a program on a server
 NAMESPACES, PROCESS = "namespaces", "process"
 
 
@@ -156,6 +159,51 @@ def bubblewrap() -> Sequence[str]:
     command += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
     command += ["--perms", "1777", "--size", str(MAX_FILES), "--tmpfs", "/tmp", "--remount-ro", "/", "--chdir", "/tmp"]
     return command
+
+
+class SandboxFusion:
+    """Runs programs on a Sandbox Fusion server (https://github.com/bytedance/SandboxFusion): POST /run_code.
+
+    Its limits of processes and files are its own.
+
+    Args:
+        url: Of the server, without /run_code.
+        memory: Of a program, in bytes.
+    """
+
+    def __init__(self, url: str, memory: int) -> None:
+        self._url = url.rstrip("/")
+        self._memory = memory
+        self.description = f"{self._url}: a Sandbox Fusion server, which isolates programs itself"
+
+    def run(self, job: dict[str, Any], stdin: str, timeout_s: float) -> Output:
+        """See `Sandbox.run`.
+
+        Raises:
+            SandboxError: The server does not answer, or not with a result.
+        """
+        request = {
+            "language": "python",
+            "code": RUNNER,
+            "stdin": job_text({**job, "limits": None}, stdin).decode(),
+            "run_timeout": timeout_s,
+            "memory_limit_MB": self._memory >> 20,
+        }
+        result = self._post("/run_code", request, timeout_s + NETWORK_TIMEOUT_S).get("run_result") or {}
+        text = str(result.get("stdout") or "").encode(errors="replace")
+        return Output(text, result.get("status") == "Finished" and result.get("return_code") == 0)
+
+    def _post(self, path: str, value: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        body = json.dumps(value).encode()
+        request = urllib.request.Request(self._url + path, body, {"Content-Type": "application/json"})
+        try:
+            with urllib.request.urlopen(request, timeout=timeout_s) as reply:
+                answer = json.load(reply)
+        except (OSError, ValueError) as error:
+            raise SandboxError(f"{self._url}{path}: {error}") from error
+        if not isinstance(answer, dict) or answer.get("status") == "SandboxError":
+            raise SandboxError(f"{self._url}{path} returned {str(answer)[:100]!r}")
+        return answer
 
 
 def runs_programs(sandbox: Sandbox) -> bool:

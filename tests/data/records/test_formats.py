@@ -91,17 +91,28 @@ def test_an_error_names_the_file_and_its_row(tmp_path: Path) -> None:
     require_refused("data.question", "question", f"row 1 of {bad}", "frage, answer", path=str(bad))
 
 
+GOOD = b'{"question": "q", "answer": "a"}'
+
+
 @pytest.mark.parametrize(
     ("name", "content", "named"),
     [
         ("rows.jsonl.gz", gzip.compress(lines_of(RECORDS * 50).encode(), mtime=0)[:-40], "gzip"),
         ("rows.jsonl.gz", lines_of(RECORDS).encode(), "Not a gzipped file"),
-        ("rows.json", b'[{"question": "q", "answer": "a"},', "not JSON"),
-        ("rows.json", b'[{"question": "q", "answer": "a"}, 7]', "row 2 is a int"),
+        ("rows.json", b"[" + GOOD + b",", "not JSON"),
+        ("rows.json", b"[" + GOOD + b", 7]", "row 2 is a int"),
+        ("rows.jsonl", b"\xff\xfe\x00binary", "'utf-8' codec"),
+        ("rows.jsonl", GOOD + b"\n\n{broken", "line 3"),
+        ("rows.jsonl", GOOD + b"\n[1, 2]", "line 2 is a list"),
+        ("rows.jsonl", b"[" * 100_000, "line 1"),
+        ("rows.jsonl", GOOD + b'\n{"question": "q", "answer": ' + b"1" * 5000 + b"}", "line 2"),
+        ("rows.jsonl", b"", "empty"),
         ("rows.csv", b'question,answer\n"open,1\n', "unexpected end of data"),
+        ("rows.parquet", b"PAR1 but no more", "Parquet"),
     ],
+    ids=range(12),
 )
-def test_a_damaged_file_is_refused(name: str, content: bytes, named: str, tmp_path: Path) -> None:
+def test_a_damaged_or_empty_file_is_refused(name: str, content: bytes, named: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(content)
     require_refused("data.path", tmp_path / name, named, path=str(tmp_path / name))
 
