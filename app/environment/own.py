@@ -80,32 +80,27 @@ def check_methods(environment: Any) -> None:
             raise LoadError(f"its {name}{inspect.signature(method)} cannot be called ({error}): {SHAPE}") from error
 
 
-class Stepwise:
-    """`run` of an environment that has `begin` and `step`.
+async def run_steps(environment: Any, call: Call, task: Task, policy: Policy) -> Any:
+    """Alternate policy and environment until `step` returns None or a limit is hit.
 
     Args:
         environment: An object with `begin(task)` and `step(reply)`.
         call: Calls its methods, plain or async.
+        task: Of the episode.
+        policy: Of the episode.
+
+    Returns:
+        What its `score` returns, None without one.
     """
-
-    def __init__(self, environment: Any, call: Call) -> None:
-        self._environment = environment
-        self._call = call
-
-    async def run(self, task: Task, policy: Policy) -> Any:
-        """Alternate policy and environment until `step` returns None; return the score, if there is one."""
-        conversation = messages_of(await self._call(self._environment.begin, task), "begin")
-        try:
+    conversation = messages_of(await call(environment.begin, task), "begin")
+    try:
+        reply = await policy(conversation)
+        while (observation := messages_of(await call(environment.step, reply), "step")) is not None:
+            conversation = [*(conversation or ()), reply.message, *observation]
             reply = await policy(conversation)
-            while (observation := await self._step(reply)) is not None:
-                conversation = [*(conversation or ()), reply.message, *observation]
-                reply = await policy(conversation)
-        except EpisodeOver:
-            pass  # the policy has noted which limit it was
-        return await score_of(self._environment, self._call)
-
-    async def _step(self, reply: Any) -> list[Message] | None:
-        return messages_of(await self._call(self._environment.step, reply), "step")
+    except EpisodeOver:
+        pass  # the policy has noted which limit it was
+    return await score_of(environment, call)
 
 
 async def score_of(environment: Any, call: Call) -> Any:

@@ -1,7 +1,9 @@
 """What an environment sees: the task, the policy, its replies.
 
 An environment is an object with `run`, or one with `begin` and `step` (`app/environment/own.py`). A new one is made for
-every episode.
+every episode. `run` returns a score, several by name (the first is the score), or None. Optional: `score()`, where a
+limit ends `run` early, and `close()`, each plain or async; `metrics`, numbers by name; `limits_itself = True`, if `run`
+limits its own steps and may take longer than `environment.timeout_s`.
 
     class Solver:
         async def run(self, task, policy):
@@ -16,8 +18,11 @@ from typing import Any, Protocol
 
 Message = Mapping[str, Any]  # {"role": "system"|"user"|"assistant"|"tool", "content": str, …}
 Tool = Mapping[str, Any]  # {"type": "function", "function": {"name", "description", "parameters"}}
-Scores = float | Mapping[str, float] | None
 Tools = Sequence[Tool]
+
+
+class EnvironmentFailed(Exception):
+    """An episode has no score, through no fault of the policy."""
 
 
 class EpisodeOver(Exception):
@@ -157,18 +162,6 @@ class Policy(Protocol):
         ...
 
 
-class Environment(Protocol):
-    """The general form.
-
-    Optional: `score()`, where a limit ends `run` early, and `close()`, each plain or async; `metrics`, numbers by name;
-    `limits_itself = True`, if `run` limits its own steps and may take longer than `environment.timeout_s`.
-    """
-
-    async def run(self, task: Task, policy: Policy) -> Scores:
-        """Play the episode; return its score, several by name (the first is the score), or None."""
-        ...
-
-
 class Renderer(Protocol):
     """Messages as the tokens of a chat template, or of plain text, and replies as text."""
 
@@ -218,8 +211,4 @@ class Renderer(Protocol):
         Args:
             token_ids: [N] An opening, or what was appended to a sequence, as a client of its own rendered it.
         """
-        ...
-
-    def shorten(self, text: str, max_tokens: int) -> str:
-        """Return `text` in at most `max_tokens` tokens: cut in the middle, with a note about it."""
         ...

@@ -24,7 +24,6 @@ from app.environment.protocol import EpisodeOver, Message, Policy, Reply, Task, 
 from app.environment.rendering import renderer_for
 from app.environment.tool_schema import SchemaError, checked, schema_of
 from app.environment.worker.calls import Calls, Exited
-from app.environment.worker.conversation import Framing
 from app.utils.dotted_path import LoadError, resolve
 
 ERROR_CHARACTERS = 500  # of an exception's message
@@ -43,9 +42,8 @@ def make(settings: Mapping[str, Any]) -> Callable[[], "ToolLoop"]:
     """Load the tools; return what makes the environment of one episode.
 
     Args:
-        settings: `tools`, a list of dotted paths; `renderer`, by whose chat format they are called; `limits`, of which
-            `timeout_s` is that of a call; and of the data its `system` message, if there is one, and the `prefix` and
-            `suffix` of its questions.
+        settings: `tools`, a list of dotted paths; `renderer`, by whose chat format they are called; and `limits`, of
+            which `timeout_s` is that of a call.
 
     Raises:
         ValueError: One sentence that names the tool that cannot be used, or the format that has no tools.
@@ -57,9 +55,7 @@ def make(settings: Mapping[str, Any]) -> Callable[[], "ToolLoop"]:
         )
     except ValueError as error:
         raise ValueError(f"environment=tools is not accepted: {error}") from error
-    framing = Framing.of(settings)
-    timeout_s = float(settings["limits"]["timeout_s"])
-    return lambda: ToolLoop(tools, timeout_s, framing)
+    return partial(ToolLoop, tools, float(settings["limits"]["timeout_s"]))
 
 
 def load_tools(paths: Sequence[str]) -> dict[str, ToolFunction]:
@@ -124,27 +120,30 @@ class CallFailed(Exception):
     """A call without a result. The message is for the policy."""
 
 
+class Late(Exception):
+    """A call took longer than `environment.timeout_s`."""
+
+
 class ToolLoop:
     """One episode with tools."""
 
     limits_itself = True  # each call has `timeout_s`, not the whole run
 
-    def __init__(self, tools: Mapping[str, ToolFunction], timeout_s: float, framing: Framing) -> None:
+    def __init__(self, tools: Mapping[str, ToolFunction], timeout_s: float) -> None:
         self._tools = tools
         self._timeout_s = timeout_s
-        self._framing = framing
         self._instances: dict[type, Any] = {}
         self._calls = Calls()
 
     async def run(self, task: Task, policy: Policy) -> None:
         """Sample the policy and run its tool calls until it calls none or hits a limit. There is no score."""
-        messages = self._framing.messages(task)
         schemas = [tool.schema for tool in self._tools.values()]
+        messages: list[Message] = []  # after the data set's prompt
 
         try:
-            reply = await policy(messages, tools=schemas)
+            reply = await policy(None, tools=schemas)
             while reply.tool_calls:
-                messages = [*messages, reply.message, *await self._answers(reply, policy)]
+                messages += [reply.message, *await self._answers(reply, policy)]
                 reply = await policy(messages, tools=schemas)
         except EpisodeOver:
             return  # the policy has noted which limit it was
@@ -186,34 +185,35 @@ class ToolLoop:
             self._instances[owner] = owner()
 
         try:
-            async with asyncio.timeout(self._timeout_s) as limit:
-                await self._calls(create)
-        except TimeoutError as error:
-            if limit.expired():
-                self._leave_thread()
-                message = f"{owner.__name__}() took longer than environment.timeout_s={self._timeout_s:g}"
-                raise TimeoutError(message) from error
-            raise
+            await self._within_limit(create)
+        except Late as error:
+            message = f"{owner.__name__}() took longer than environment.timeout_s={self._timeout_s:g}"
+            raise TimeoutError(message) from error
 
     async def _call(self, name: str, function: Callable[[], Any]) -> Any:
         try:
-            async with asyncio.timeout(self._timeout_s) as limit:
-                return await self._calls(function)
+            return await self._within_limit(function)
+        except Late as error:
+            raise CallFailed(f"{name} took longer than {self._timeout_s:g} s") from error
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise  # the episode is aborted
             raise CallFailed(f"{name} was cancelled") from error
         except Exception as error:  # a tool raises anything
-            if not limit.expired():
-                raise CallFailed(_shown(error)) from error
-            self._leave_thread()
-            raise CallFailed(f"{name} took longer than {self._timeout_s:g} s") from error
+            raise CallFailed(_shown(error)) from error
 
-    def _leave_thread(self) -> None:
-        """Let the next call have a thread of its own if a late one still runs."""
-        if self._calls.busy:
-            self._calls.abandon()
+    async def _within_limit(self, function: Callable[[], Any]) -> Any:
+        """Call a function; `Late` after `timeout_s`, and then the next call has a thread of its own."""
+        try:
+            async with asyncio.timeout(self._timeout_s) as limit:
+                return await self._calls(function)
+        except Exception as error:
+            if not limit.expired():
+                raise
+            if self._calls.busy:
+                self._calls.abandon()
+            raise Late from error
 
     async def close(self) -> None:
         """Call the `close` of each instance.
@@ -221,7 +221,7 @@ class ToolLoop:
         Raises:
             Exception: What the first of them raised, after all were called.
         """
-        await self._calls(_nothing)  # after an instance that is being made
+        await self._calls.until_idle(None)  # an instance may still be made
         errors: list[Exception] = []
         for instance in self._instances.values():
             if not callable(getattr(instance, "close", None)):
@@ -235,10 +235,6 @@ class ToolLoop:
         self._calls.end()
         if errors:
             raise errors[0]
-
-
-def _nothing() -> None:
-    """Occupy the thread for no time."""
 
 
 def _text(result: Any) -> str:

@@ -6,6 +6,7 @@ copies that TRL 1.16.0 ships as `trl/chat_templates/{qwen3,qwen3_5_think,qwen3_5
 
 import json
 import tempfile
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,21 @@ def tokenizer() -> Any:
     backend.add_special_tokens([AddedToken(token, special=True) for token in (*SPECIAL, *SPECIAL_PADS)])
     backend.add_tokens([AddedToken(token, special=False) for token in MARKERS])
     return backend
+
+
+def ids(text: str) -> list[int]:
+    """The tokens of a text [N], none of them added."""
+    found: list[int] = tokenizer().encode(text, add_special_tokens=False).ids
+    return found
+
+
+def decoded(token_ids: Iterable[int]) -> str:
+    """The text of tokens, the special ones included."""
+    return str(tokenizer().decode(list(token_ids), skip_special_tokens=False))
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
 
 
 def write_model(folder: Path, name: str, template: str | None = None) -> Path:

@@ -53,26 +53,23 @@ def reference(folder: Path, messages: Sequence[dict[str, Any]], tools: Any = Non
     return found
 
 
-@pytest.mark.parametrize("thinking", [False, True])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_script_has_the_tokens_of_transformers(models: dict[str, Path], name: str, thinking: bool) -> None:
-    renderer = renderer_of(models[name], enable_thinking=thinking)
-    assert first_difference(renderer, by_transformers(models[name]), enable_thinking=thinking) is None
+def test_the_script_has_the_tokens_of_transformers(models: dict[str, Path], name: str) -> None:
+    for thinking in (False, True):
+        renderer = renderer_of(models[name], enable_thinking=thinking)
+        assert first_difference(renderer, by_transformers(models[name]), enable_thinking=thinking) is None
 
 
-@pytest.mark.parametrize("closed", [True, False])
 @pytest.mark.parametrize("name", sorted({*FAMILIES} - {"r1", "glm4.5"}))
-def test_a_sequence_of_two_turns_is_the_templates_own_conversation(
-    models: dict[str, Path], name: str, closed: bool
-) -> None:
+def test_a_sequence_of_two_turns_is_the_templates_own_conversation(models: dict[str, Path], name: str) -> None:
     renderer = renderer_of(models[name])
-    text = ("It is 3.\n" if name == "phi3" else "It is 3.") + (FAMILIES[name].stops[0] if closed else "")
-    sequence = renderer.opening([SYSTEM, QUESTION]) + renderer.tokenizer.encode(text)
-    appended = renderer.following(sequence, [NEXT])
-
-    assert appended is not None
-    answer = {"role": "assistant", "content": "It is 3.\n" if name == "phi3" else "It is 3."}
-    assert sequence + appended == reference(models[name], [SYSTEM, QUESTION, answer, NEXT])
+    said = "It is 3.\n" if name == "phi3" else "It is 3."
+    whole = reference(models[name], [SYSTEM, QUESTION, {"role": "assistant", "content": said}, NEXT])
+    for stop in (FAMILIES[name].stops[0], ""):
+        sequence = renderer.opening([SYSTEM, QUESTION]) + renderer.tokenizer.encode(said + stop)
+        appended = renderer.following(sequence, [NEXT])
+        assert appended is not None
+        assert sequence + appended == whole
 
 
 @pytest.mark.parametrize("name", sorted({*WITH_TOOLS} - {"glm4.5"}))

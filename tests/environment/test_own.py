@@ -1,13 +1,12 @@
-import asyncio
-from collections.abc import Callable, Mapping, Sequence
+"""Which classes are environments, and what their methods may return."""
+
 from typing import Any
 
 import pytest
 
-from app.environment.own import Stepwise, WrongValue, make, messages_of
-from app.environment.protocol import OutOfTurns, Policy, Reply, Task
+from app.environment.own import WrongValue, make, messages_of, scores_of
+from app.environment.protocol import Policy, Reply, Task
 from app.utils.dotted_path import LoadError
-from tests.environment.pools import a_task
 
 
 class Whole:
@@ -60,14 +59,11 @@ SHAPE = "give it `run(self, task, policy)`, or `begin(self, task)` and `step(sel
 
 
 @pytest.mark.parametrize("name", ["Whole", "Driving", "Static", "factory"])
-def test_what_is_an_environment_is_made_anew_for_each_episode(name: str) -> None:
-    made = make({"target": f"{HERE}.{name}"})
+def test_what_is_an_environment_is_made_anew_for_each_episode_with_its_arguments(name: str) -> None:
+    args = {"size": 3} if name in ("Whole", "factory") else {}
+    made = make({"target": f"{HERE}.{name}", "args": args})
     assert made() is not made()
-
-
-def test_arguments_reach_the_constructor() -> None:
-    assert make({"target": f"{HERE}.Whole", "args": {"size": 3}})().size == 3
-    assert make({"target": f"{HERE}.factory", "args": {"size": 4}})().size == 4
+    assert getattr(made(), "size", None) == args.get("size")
 
 
 @pytest.mark.parametrize(
@@ -80,11 +76,7 @@ def test_arguments_reach_the_constructor() -> None:
         (f"{HERE}.OnlyBegin", {}, f"it is no environment: {SHAPE}"),
         (f"{HERE}.NoTask", {}, f"its begin(self) -> None cannot be called (too many positional arguments): {SHAPE}"),
         (f"{HERE}.Attribute", {}, f"its begin is not a method: {SHAPE}"),
-        (
-            f"{HERE}.NeedsMore",
-            {},
-            "its run(self, task: app.environment.protocol.Task, ",
-        ),
+        (f"{HERE}.NeedsMore", {}, "its run(self, task: app.environment.protocol.Task, "),
     ],
 )
 def test_what_is_no_environment_is_refused_before_any_episode(target: str, args: Any, problem: str) -> None:
@@ -112,49 +104,15 @@ def test_an_observation_is_text_or_messages() -> None:
             messages_of(wrong, "step")
 
 
-class Counting:
-    """Ends after three turns."""
-
-    def __init__(self, ends_itself: bool) -> None:
-        self.turns = 0
-        self.ends_itself = ends_itself
-
-    def begin(self, task: Task) -> None:
-        return None
-
-    def step(self, reply: Reply) -> str | None:
-        self.turns += 1
-        return None if self.ends_itself and self.turns == 3 else f"turn {self.turns}"
-
-    def score(self) -> int:
-        return self.turns
-
-
-@pytest.mark.parametrize("ends_itself", [True, False])
-def test_the_conversation_grows_until_the_environment_or_a_limit_ends_it_and_then_it_is_scored(
-    ends_itself: bool,
-) -> None:
-    asked: list[Any] = []
-
-    async def policy(messages: Sequence[Mapping[str, Any]] | None) -> Reply:
-        if len(asked) == 4:
-            raise OutOfTurns
-        asked.append(messages)
-        return Reply(f"reply {len(asked)}")
-
-    async def call(function: Callable[..., Any], *args: Any) -> Any:
-        return function(*args)
-
-    of_a_test: Any = policy
-    score = asyncio.run(Stepwise(Counting(ends_itself), call).run(a_task(), of_a_test))
-    contents = [None if messages is None else [message["content"] for message in messages] for messages in asked]
-    assert (
-        contents
-        == [
-            None,
-            ["reply 1", "turn 1"],
-            ["reply 1", "turn 1", "reply 2", "turn 2"],
-            ["reply 1", "turn 1", "reply 2", "turn 2", "reply 3", "turn 3"],
-        ][: 3 if ends_itself else 4]
-    )
-    assert score == (3 if ends_itself else 4)
+def test_a_score_is_a_finite_number_or_finite_numbers_by_name() -> None:
+    assert [scores_of(value) for value in (None, True, {"b": 1, "a": 0.5})] == [{}, {"score": 1.0}, {"b": 1, "a": 0.5}]
+    for wrong, problem in (
+        ({1}, "the score is a set ({1}); give a number, numbers by name, or None"),
+        ("0.5", "the score is a str ('0.5'); give a number, numbers by name, or None"),
+        (float("nan"), "the score is nan; give a finite number"),
+        ({"a": 1, "b": float("inf")}, "the score b is inf; give a finite number"),
+        ({"a": "x"}, "the score a is a str ('x'); give a number, numbers by name, or None"),
+    ):
+        with pytest.raises(WrongValue) as refused:
+            scores_of(wrong)
+        assert str(refused.value) == problem

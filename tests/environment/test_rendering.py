@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.environment.protocol import Reply
+from app.environment.protocol import Renderer, Reply
 from app.environment.rendering import renderer_for
-from tests.environment.qwen import TEMPLATES, tokenizer, write_model
+from tests.environment.qwen import TEMPLATES, ids, tokenizer, write_model
 from tests.folders import ROOT
 
 FAMILIES = ["qwen3", "qwen3.5"]
@@ -35,6 +35,7 @@ QUESTION = {"role": "user", "content": "How much is 1+2? Use add.\n"}
 RESULT = {"role": "tool", "content": 'It is {"sum": 3}\n\n— 完.'}
 NEXT = {"role": "user", "content": "And 4?"}
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "note": "first  try"}}}
+CALLING = {"role": "assistant", "reasoning_content": "Hm.", "content": "I ask.", "tool_calls": [CALL]}
 CALLS = {
     "qwen3": '<tool_call>\n{"name": "add", "arguments": {"a": 1, "note": "first  try"}}\n</tool_call>',
     "qwen3.5": "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n"
@@ -49,15 +50,16 @@ def family(request: pytest.FixtureRequest) -> str:
     return name
 
 
+@pytest.fixture
+def renderer(family: str, models: dict[str, Path]) -> Renderer:
+    """With the thinking mode on."""
+    return renderer_for("chat", str(models[family]), "template", True)
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("models")
     return {name: write_model(folder / name, name) for name in FAMILIES}
-
-
-def ids(text: str) -> list[int]:
-    found: list[int] = tokenizer().encode(text, add_special_tokens=False).ids
-    return found
 
 
 def by_transformers(
@@ -83,26 +85,21 @@ def sampled(family: str, thought: str = "", said: str = "", call: str = "", clos
 
 
 @pytest.mark.parametrize("thinking", [False, True])
-@pytest.mark.parametrize("tools", [None, TOOLS])
-@pytest.mark.parametrize("messages", [[QUESTION], [SYSTEM, QUESTION]])
 def test_an_opening_has_the_tokens_of_the_models_own_template(
-    family: str, models: dict[str, Path], messages: list[dict[str, Any]], tools: Any, thinking: bool
+    family: str, models: dict[str, Path], thinking: bool
 ) -> None:
     renderer = renderer_for("chat", str(models[family]), "template", thinking)
-    assert renderer.opening(messages, tools) == by_transformers(models[family], messages, tools, thinking)
+    cases: list[tuple[Any, Any]] = [([QUESTION], None), ([QUESTION], TOOLS), ([SYSTEM, QUESTION], TOOLS)]
+    for messages, tools in cases:
+        assert renderer.opening(messages, tools) == by_transformers(models[family], messages, tools, thinking)
 
 
-def test_a_history_has_the_tokens_of_the_models_own_template(family: str, models: dict[str, Path]) -> None:
-    renderer = renderer_for("chat", str(models[family]), "template", True)
-    calling = {"role": "assistant", "reasoning_content": "Hm.", "content": "I ask.", "tool_calls": [CALL]}
+def test_a_history_has_the_tokens_of_the_models_own_template(
+    family: str, renderer: Renderer, models: dict[str, Path]
+) -> None:
     answer = {"role": "assistant", "reasoning_content": "So.", "content": "3"}
-    histories: list[list[Any]] = [
-        [QUESTION, calling, RESULT, RESULT],
-        [SYSTEM, QUESTION, calling, RESULT, answer, NEXT],
-    ]
-    for messages in histories:
-        found, whole = renderer.opening(messages, TOOLS), by_transformers(models[family], messages, TOOLS)
-        assert found == whole
+    messages: list[Any] = [SYSTEM, QUESTION, CALLING, RESULT, answer, NEXT]
+    assert renderer.opening(messages, TOOLS) == by_transformers(models[family], messages, TOOLS)
 
 
 @pytest.mark.parametrize("thinking", ["template", "keep"])
@@ -113,8 +110,7 @@ def test_a_sequence_through_a_tool_call_is_the_templates_own_conversation(
     sequence = renderer.opening([SYSTEM, QUESTION], TOOLS) + sampled(family, "Hm.", "I ask.", CALLS[family])
     appended = renderer.following(sequence, [RESULT, RESULT], TOOLS)
 
-    calling = {"role": "assistant", "reasoning_content": "Hm.", "content": "I ask.", "tool_calls": [CALL]}
-    whole = by_transformers(models[family], [SYSTEM, QUESTION, calling, RESULT, RESULT], TOOLS)
+    whole = by_transformers(models[family], [SYSTEM, QUESTION, CALLING, RESULT, RESULT], TOOLS)
     assert appended is not None
     assert sequence + appended == whole
 
@@ -162,23 +158,7 @@ def test_where_there_is_no_reasoning_to_strip_a_new_user_message_continues_the_s
     assert sequence + appended == by_transformers(models["qwen3"], [QUESTION, answer, NEXT])
 
 
-def test_odd_blanks_of_a_call_survive_although_the_template_would_remove_them(models: dict[str, Path]) -> None:
-    renderer = renderer_for("chat", str(models["qwen3"]), "template", True)
-    odd = '<tool_call>\n{"name":  "add" ,\t"arguments":{"a":1}}\n\n</tool_call>'
-    reply = sampled("qwen3", call=odd)
-    sequence = renderer.opening([QUESTION], TOOLS) + reply
-    appended = renderer.following(sequence, [RESULT], TOOLS)
-
-    parsed = renderer.parse(reply, renderer.opening([QUESTION], TOOLS), TOOLS)
-    function = {"name": "add", "arguments": dict(parsed.tool_calls[0].arguments)}
-    again = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
-    assert appended is not None
-    assert dict(parsed.tool_calls[0].arguments) == {"a": 1}
-    assert sequence + appended != by_transformers(models["qwen3"], [QUESTION, again, RESULT], TOOLS)
-
-
-def test_a_truncated_reply_is_closed_by_tokens_that_were_not_sampled(family: str, models: dict[str, Path]) -> None:
-    renderer = renderer_for("chat", str(models[family]), "template", True)
+def test_a_truncated_reply_is_closed_by_tokens_that_were_not_sampled(family: str, renderer: Renderer) -> None:
     opening = renderer.opening([QUESTION], TOOLS)
     whole = opening + sampled(family, "Hm.", call=CALLS[family])
     cut = whole[:-1]
@@ -201,8 +181,7 @@ def parse(models: dict[str, Path], family: str, text: str, tools: Any = TOOLS) -
     return renderer.parse(ids(text), renderer.opening([QUESTION], tools), tools)
 
 
-def test_a_reply_has_text_reasoning_and_calls(family: str, models: dict[str, Path]) -> None:
-    renderer = renderer_for("chat", str(models[family]), "template", True)
+def test_a_reply_has_text_reasoning_and_calls(family: str, renderer: Renderer) -> None:
     tokens = sampled(family, "Hm.\nSo.", "I ask.", f"{CALLS[family]}\n{CALLS[family]}")
     reply = renderer.parse(tokens, renderer.opening([QUESTION], TOOLS), TOOLS)
 
@@ -266,8 +245,7 @@ def test_xml_arguments_are_read_by_the_tools_schema(models: dict[str, Path]) -> 
     assert without.tool_calls[0].status == "ok"
 
 
-def test_a_call_inside_the_reasoning_is_a_draft(family: str, models: dict[str, Path]) -> None:
-    renderer = renderer_for("chat", str(models[family]), "template", True)
+def test_a_call_inside_the_reasoning_is_a_draft(family: str, renderer: Renderer) -> None:
     opening = renderer.opening([QUESTION], TOOLS)
     draft = sampled(family, f"Shall I {CALLS[family]}?", "No: 3.")
     reply = renderer.parse(draft, opening, TOOLS)
@@ -275,7 +253,7 @@ def test_a_call_inside_the_reasoning_is_a_draft(family: str, models: dict[str, P
     assert CALLS[family] in reply.reasoning
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_whatever_is_sampled_can_be_parsed_and_continued(models: dict[str, Path], data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(FAMILIES))
@@ -292,43 +270,20 @@ def test_whatever_is_sampled_can_be_parsed_and_continued(models: dict[str, Path]
     assert appended is None or appended[-len(opening) :][-1] == opening[-1]
 
 
-def test_another_template_of_the_same_family_is_followed(tmp_path: Path) -> None:
-    source = (TEMPLATES / "qwen3.jinja").read_text()
-    for number, (found, given_instead, messages, tools) in enumerate(
-        (
-            (
-                "'<|im_start|>assistant\\n' }}\n    {%- if e",
-                "'<|im_start|>assistant\\n<think>\\n' }}\n    {%- if e",
-                [QUESTION],
-                None,
-            ),
-            ("# Tools", "# My tools", [QUESTION], TOOLS),
-            ("\\n</tool_response>", "</tool_response>", [QUESTION, RESULT], TOOLS),
-        )
-    ):
-        changed = source.replace(found, given_instead)
-        assert changed != source, found
-        folder = write_model(tmp_path / str(number), "qwen3", changed)
-        renderer = renderer_for("chat", str(folder), "template", True)
-        assert renderer.opening(messages, tools) == by_transformers(folder, messages, tools)
-
-
-def test_a_template_without_a_thinking_mode_is_followed_whatever_the_data_asks_for(tmp_path: Path) -> None:
-    folder = write_model(tmp_path, "qwen3", (TEMPLATES / "qwen3_instruct_2507.jinja").read_text())
-    for thinking in (False, True):
-        renderer = renderer_for("chat", str(folder), "template", thinking)
-        sequence = renderer.opening([QUESTION]) + ids(f"3{END}")
-        answer = {"role": "assistant", "content": "3"}
-        appended = renderer.following(sequence, [NEXT])
+@pytest.mark.parametrize("thinking", [False, True])
+@pytest.mark.parametrize("template", ["qwen3_instruct_2507", "qwen3_5_nothink"])
+def test_a_template_with_another_thinking_mode_or_none_is_followed(
+    tmp_path: Path, template: str, thinking: bool
+) -> None:
+    folder = write_model(tmp_path, "qwen3", (TEMPLATES / f"{template}.jinja").read_text())
+    renderer = renderer_for("chat", str(folder), "template", thinking)
+    opening = renderer.opening([QUESTION])
+    assert opening == by_transformers(folder, [QUESTION], thinking=thinking)
+    if template == "qwen3_instruct_2507":
+        appended = renderer.following(opening + ids(f"3{END}"), [NEXT])
         assert appended is not None
-        assert sequence + appended == by_transformers(folder, [QUESTION, answer, NEXT], thinking=thinking)
-
-
-def test_both_polarities_of_qwen35_are_rendered(tmp_path: Path) -> None:
-    folder = write_model(tmp_path, "qwen3.5", (TEMPLATES / "qwen3_5_nothink.jinja").read_text())
-    for thinking in (False, True):
-        renderer = renderer_for("chat", str(folder), "template", thinking)
-        assert renderer.opening([QUESTION]) == by_transformers(folder, [QUESTION], thinking=thinking)
+        whole = by_transformers(folder, [QUESTION, {"role": "assistant", "content": "3"}, NEXT], thinking=thinking)
+        assert opening + ids(f"3{END}") + appended == whole
 
 
 def test_what_a_client_rendered_is_read_as_messages(family: str, models: dict[str, Path]) -> None:
@@ -355,15 +310,13 @@ def test_what_cannot_be_loaded_is_refused_in_one_sentence(tmp_path: Path) -> Non
     (broken / "tokenizer.json").write_text("{}")
     wordless = write_model(tmp_path / "wordless", "qwen3")
     (wordless / "chat_template.jinja").unlink()
-    for name, folder, thinking, fragment in (
-        ("gemma3", tmp_path, "template", "there is no renderer gemma3: give one of plain, chat"),
-        ("chat", tmp_path, "drop", "environment.thinking=drop"),
-        ("plain", tmp_path, "template", "has no tokenizer.json"),
-        ("plain", broken, "template", "cannot be read as a tokenizer"),
-        ("chat", wordless, "template", "has no chat template: give model.chat_template, or data.template=plain"),
+    for name, folder, fragment in (
+        ("plain", tmp_path, "has no tokenizer.json"),
+        ("plain", broken, "cannot be read as a tokenizer"),
+        ("chat", wordless, "has no chat template: give model.chat_template, or data.template=plain"),
     ):
         with pytest.raises(ValueError, match=fragment) as refused:
-            renderer_for(name, str(folder), thinking)
+            renderer_for(name, str(folder))
         assert "\n" not in str(refused.value)
 
 
@@ -394,29 +347,6 @@ def test_a_plain_opening_has_the_tokens_of_the_drivers_prompt(tiny_model: Path) 
     assert opening == driver([question], add_special_tokens=True)["input_ids"][0]
 
 
-@settings(max_examples=100, deadline=None)
-@given(st.text(max_size=400), st.integers(30, 80))
-def test_a_shortened_text_fits_keeps_both_ends_and_says_so(models: dict[str, Path], text: str, max_tokens: int) -> None:
-    renderer = renderer_for("chat", str(models["qwen3"]))
-    cut = renderer.shorten(text, max_tokens)
-    whole = len(ids(text.encode("utf-8", "replace").decode()))
-
-    assert len(ids(cut.encode("utf-8", "replace").decode())) <= max(max_tokens, 0)
-    assert renderer.shorten(cut, max_tokens) == cut
-    assert (cut == text) == (whole <= max_tokens)
-    if cut != text:
-        assert "characters were cut here" in cut
-
-
-def test_a_text_of_many_megabytes_is_shortened_without_reading_it_all(models: dict[str, Path]) -> None:
-    renderer = renderer_for("chat", str(models["qwen3"]))
-    cut = renderer.shorten("begin" + "x y " * 2_000_000 + "end", 100)
-    assert cut.startswith("begin")
-    assert cut.endswith("end")
-    removed = int(cut.partition("[… ")[2].partition(" ")[0])
-    assert removed == 8_000_008 - (len(cut) - len(f"\n[… {removed} characters were cut here …]\n"))
-
-
 def test_a_lone_surrogate_is_no_failure(models: dict[str, Path], tiny_model: Path) -> None:
     assert renderer_for("plain", str(tiny_model)).opening([{"role": "user", "content": "a\ud800"}])
     assert renderer_for("chat", str(models["qwen3"])).opening([{"role": "user", "content": "a\ud800"}])
@@ -428,25 +358,25 @@ sys.path.insert(0, {root!r})
 from app.environment.rendering import renderer_for
 import app.environment.tools
 try:
-    renderer = renderer_for({name!r}, {folder!r})
-    print(len(renderer.opening([{{"role": "user", "content": "hi"}}])) > 0)
+    for name in ("plain", "chat"):
+        print(len(renderer_for(name, {folder!r}).opening([{{"role": "user", "content": "hi"}}])) > 0)
 except ValueError as error:
     print(error)
 print("torch" in sys.modules, "transformers" in sys.modules)
 """
 
 
-@pytest.mark.parametrize("name", ["plain", *FAMILIES])
-def test_a_worker_imports_neither_torch_nor_transformers(name: str, models: dict[str, Path]) -> None:
-    kind = name if name == "plain" else "chat"
-    code = RENDER.format(root=str(ROOT), name=kind, folder=str(models.get(name, models["qwen3"])))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout.split("\n")[:2] == ["True", "False False"]
+def rendered(folder: Path, *flags: str) -> list[str]:
+    """What another process says that renders with the model of a directory."""
+    code = RENDER.format(root=str(ROOT), folder=str(folder))
+    done = subprocess.run([sys.executable, *flags, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    return done.stdout.splitlines()
+
+
+def test_a_worker_imports_neither_torch_nor_transformers(models: dict[str, Path]) -> None:
+    assert rendered(models["qwen3"]) == ["True", "True", "False False"]
 
 
 def test_an_interpreter_without_packages_is_named(models: dict[str, Path]) -> None:
-    code = RENDER.format(root=str(ROOT), name="chat", folder=str(models["qwen3"]))
-    done = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, timeout=120, check=True
-    )
-    assert done.stdout.startswith(f"{sys.executable} has no package tokenizers, which environments need")
+    sentence = f"{sys.executable} has no package tokenizers, which environments need"
+    assert rendered(models["qwen3"], "-I", "-S")[0].startswith(sentence)

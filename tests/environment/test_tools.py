@@ -2,28 +2,23 @@
 
 import asyncio
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
 
-from app.environment.protocol import Message, OutOfTokens, OutOfTurns, Reply, Sampled, Task
-from app.environment.rendering import Renderer, renderer_for
+from app.environment.protocol import Message
+from app.environment.rendering import renderer_for
 from app.environment.tool_schema import checked, schema_of
 from app.environment.tools import load_tools, make
 from tests.environment import my_tools
-from tests.environment.qwen import chat_choice, tokenizer
+from tests.environment.pools import a_task
+from tests.environment.qwen import chat_choice, decoded, user
+from tests.environment.talker import Talker
 
 HERE = "tests.environment.my_tools"
-TASK = Task("a/0@0", "Who wrote it?", "me", "a", {}, seed=0, training=True)
 END = "<|im_end|>"
-
-
-@pytest.fixture(scope="module")
-def renderer() -> Renderer:
-    return renderer_for(**chat_choice())
+QUESTION = user("Who wrote it?")
 
 
 @pytest.fixture(autouse=True)
@@ -35,97 +30,49 @@ def fresh() -> Iterator[None]:
     my_tools.RELEASE.set()  # threads that hang end
 
 
-class Scripted:
-    """A policy that says what it is told to, over the real renderer: one sequence of tokens."""
-
-    url = ""
-
-    def __init__(self, renderer: Renderer, *script: str) -> None:
-        self.sequence: list[int] = []
-        self.metrics: dict[str, float] = {}
-        self.messages: Sequence[Message] = ()
-        self.asked = 0
-        self._renderer = renderer
-        self._script = script
-
-    async def __call__(
-        self, messages: Sequence[Message] | None, *, tools: Any = None, max_tokens: int | None = None
-    ) -> Reply:
-        assert messages is not None
-        if self.asked == len(self._script):
-            raise OutOfTurns("environment.max_turns")
-        if not self.sequence:
-            self.sequence = self._renderer.opening(messages, tools)
-        else:
-            new = messages[len(self.messages) + 1 :]
-            following = self._renderer.following(self.sequence, new, tools)
-            assert following is not None  # never a new sequence
-            self.sequence += following
-
-        sampled: list[int] = tokenizer().encode(self._script[self.asked], add_special_tokens=False).ids
-        reply = self._renderer.parse(sampled, self.sequence, tools)
-        self.sequence += sampled
-        self.messages, self.asked = messages, self.asked + 1
-        return reply
-
-    async def generate(self, token_ids: Sequence[int], *, max_tokens: Any = None, logprobs: bool = False) -> Sampled:
-        raise NotImplementedError
-
-    def count(self, name: str, amount: float = 1.0) -> None:
-        self.metrics[name] = self.metrics.get(name, 0.0) + amount
-
-    @property
-    def observations(self) -> list[str]:
-        return [str(message["content"]) for message in self.messages if message["role"] == "tool"]
-
-
 def call(name: str, **arguments: Any) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
+def making(*names: str, timeout_s: float = 60.0) -> Callable[[], Any]:
+    paths = [f"{HERE}.{name}" for name in names]
+    return make({"tools": paths, "renderer": chat_choice(), "limits": {"timeout_s": timeout_s}})
+
+
+def talker_of(*script: str, opening: Sequence[Message] = (QUESTION,)) -> Talker:
+    renderer = renderer_for(**chat_choice())
+    return Talker(renderer, *script, opening=opening, prompt=renderer.opening(opening))
+
+
 def play(
-    renderer: Renderer, tools: Sequence[str], *script: str, timeout_s: float = 60.0, task: Task = TASK, **data: str
-) -> Scripted:
-    policy = Scripted(renderer, *script)
-    paths = [f"{HERE}.{name}" for name in tools]
-    factory = make({"tools": paths, "renderer": chat_choice(), "limits": {"timeout_s": timeout_s}, **data})
+    tools: Sequence[str], *script: str, timeout_s: float = 60.0, opening: Sequence[Message] = (QUESTION,)
+) -> Talker:
+    """Play an episode in which the policy says these texts."""
+    talker = talker_of(*script, opening=opening)
 
     async def episode() -> None:
-        environment = factory()
+        environment = making(*tools, timeout_s=timeout_s)()
         try:
-            await environment.run(task, policy)
+            await environment.run(a_task(), talker.policy)
         finally:
             await environment.close()
 
     asyncio.run(episode())
-    return policy
+    return talker
 
 
-def test_a_conversation_of_the_data_opens_an_episode_with_tools(renderer: Renderer) -> None:
-    messages = [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "Hello."},
-        {"role": "assistant", "content": "Hello, too."},
-        {"role": "user", "content": TASK.question},
-    ]
-    policy = play(renderer, ["search"], f"Me.{END}", task=replace(TASK, messages=messages), suffix=" Not again.")
-    schemas = [tool.schema for tool in load_tools([f"{HERE}.search"]).values()]
-    assert policy.messages == messages
-    assert policy.sequence[
-        : len(policy.sequence) - len(tokenizer().encode(f"Me.{END}", add_special_tokens=False).ids)
-    ] == renderer.opening(messages, schemas)
-
-
-def test_results_are_read_in_one_sequence_until_a_reply_calls_nothing(renderer: Renderer) -> None:
+def test_results_are_read_in_one_sequence_until_a_reply_calls_nothing() -> None:
     both = f"I look.\n{call('search', query='it', limit=2)}\n{call('fetch', address='a.b')}{END}"
-    policy = play(
-        renderer, ["search", "fetch"], both, f"It was me.{END}", "never said", system="Be brief.", suffix=" Think."
-    )
+    opening = [{"role": "system", "content": "Be brief."}, user("Hello."), {"role": "assistant", "content": "Hello."}]
+    talker = play(["search", "fetch"], both, f"It was me.{END}", "never said", opening=[*opening, QUESTION])
 
-    text = tokenizer().decode(policy.sequence, skip_special_tokens=False)
-    opening, _, rest = text.partition("Who wrote it? Think.<|im_end|>\n")
-    assert opening.startswith("<|im_start|>system\nBe brief.\n\n# Tools\n")
-    assert '{"type": "function", "function": {"name": "search"' in opening
+    assert list(talker.sequences) == [0]
+    head, _, rest = decoded(talker.sequences[0]).partition("Who wrote it?<|im_end|>\n")
+    assert head.startswith("<|im_start|>system\nBe brief.\n\n# Tools\n")
+    assert '{"type": "function", "function": {"name": "search"' in head
+    assert head.endswith(
+        "<|im_start|>user\nHello.<|im_end|>\n<|im_start|>assistant\nHello.<|im_end|>\n<|im_start|>user\n"
+    )
     wrapper = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
     assert rest == (
         f"{wrapper}{both}\n<|im_start|>user\n"
@@ -133,11 +80,11 @@ def test_results_are_read_in_one_sequence_until_a_reply_calls_nothing(renderer: 
         '<tool_response>\n{"address": "a.b", "text": "é"}\n</tool_response><|im_end|>\n'
         f"{wrapper}It was me.{END}"
     )
-    assert policy.asked == 2
-    assert policy.metrics == {}
+    assert talker.policy.metrics["tool_calls"] == 2
+    assert talker.policy.metrics["tool_failures"] == 0
 
 
-def test_a_class_has_one_instance_an_episode_in_one_thread_that_is_closed_once(renderer: Renderer) -> None:
+def test_a_class_has_one_instance_an_episode_in_one_thread_that_is_closed_once() -> None:
     script = [
         call("write", text="a") + call("upper", text="b") + call("read_later") + END,
         call("write", text="c") + END,
@@ -145,14 +92,14 @@ def test_a_class_has_one_instance_an_episode_in_one_thread_that_is_closed_once(r
         f"done{END}",
     ]
     for _ in range(2):
-        assert play(renderer, ["Notes"], *script).observations == ["1", "B", "7", "2", '["a", "c"]']
+        assert play(["Notes"], *script).observations == ["1", "B", "7", "2", '["a", "c"]']
     assert my_tools.EVENTS == ["made", "closed", "made", "closed"]
 
-    play(renderer, ["Notes"], f"No call.{END}")
+    play(["Notes"], f"No call.{END}")
     assert len(my_tools.EVENTS) == 4  # not made where nothing is called
 
 
-def test_what_goes_wrong_is_an_observation_and_counted(renderer: Renderer) -> None:
+def test_what_goes_wrong_is_an_observation_and_counted() -> None:
     wrong = {
         call("find", query="x"): "error: there is no tool find; the tools are search, fail, leave, leave_async, "
         "cancelled, circular",
@@ -178,37 +125,28 @@ def test_what_goes_wrong_is_an_observation_and_counted(renderer: Renderer) -> No
     }
     script = [f"{text}{END}" for text in [*wrong, *unreadable]]
     tools = ["search", "fail", "leave", "leave_async", "cancelled", "circular"]
-    policy = play(renderer, tools, *script, f"I give up.{END}")
+    talker = play(tools, *script, f"I give up.{END}")
 
-    assert policy.observations == [*wrong.values(), *unreadable.values()]
-    # those that could not be read are counted by the policy
-    assert policy.metrics == {"tool_failures": float(len(wrong))}
-
-
-def test_a_string_stands_for_the_value_it_spells(renderer: Renderer) -> None:
-    policy = play(renderer, ["search"], call("search", query="7", limit="2", within='["a"]') + END, f"So.{END}")
-    assert policy.observations == ["2 pages on 7, new, ['a']"]
+    assert talker.observations == [*wrong.values(), *unreadable.values()]
+    assert talker.policy.metrics["tool_calls"] == talker.policy.metrics["tool_failures"] == len(script)
 
 
-def test_a_late_tool_is_an_observation_and_the_next_one_has_a_thread(renderer: Renderer) -> None:
-    for name in ("hang", "sleep"):
-        policy = play(
-            renderer, [name, "search"], call(name) + call("search", query="x") + END, call("search", query="y") + END,
-            f"So.{END}", timeout_s=0.5,
-        )  # fmt: skip
-        late, next_one, after = policy.observations
-        assert late == f"error: {name} took longer than 0.5 s"
-        assert next_one == "3 pages on x, new, None"
-        assert after == "3 pages on y, new, None"
-        assert policy.metrics == {"tool_failures": 1.0}
+@pytest.mark.parametrize("name", ["hang", "sleep"])
+def test_a_late_tool_is_an_observation_and_the_next_one_has_a_thread(name: str) -> None:
+    again = call("search", query="y") + END
+    talker = play([name, "search"], call(name) + call("search", query="x") + END, again, f"So.{END}", timeout_s=0.3)
+    assert talker.observations == [
+        f"error: {name} took longer than 0.3 s",
+        "3 pages on x, new, None",
+        "3 pages on y, new, None",
+    ]
+    assert talker.policy.metrics["tool_failures"] == 1.0
 
 
-async def test_an_aborted_episode_ends_its_tool_and_closes_its_instances(renderer: Renderer) -> None:
-    environment = make(
-        {"tools": [f"{HERE}.Notes", f"{HERE}.sleep"], "renderer": chat_choice(), "limits": {"timeout_s": 600.0}}
-    )()
-    policy = Scripted(renderer, call("write", text="a") + call("sleep") + END)
-    running = asyncio.ensure_future(environment.run(TASK, policy))
+async def test_an_aborted_episode_ends_its_tool_and_closes_its_instances() -> None:
+    environment = making("Notes", "sleep", timeout_s=600.0)()
+    talker = talker_of(call("write", text="a") + call("sleep") + END)
+    running = asyncio.ensure_future(environment.run(a_task(), talker.policy))
     assert await asyncio.to_thread(my_tools.ASLEEP.wait, 60)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -217,35 +155,21 @@ async def test_an_aborted_episode_ends_its_tool_and_closes_its_instances(rendere
     assert my_tools.EVENTS == ["made", "closed"]
 
 
-def test_limits_of_the_episode_end_it_without_an_error(renderer: Renderer) -> None:
-    assert play(renderer, ["search"], call("search", query="x") + END).asked == 1
-
-    class Full(Scripted):
-        async def __call__(self, *_: Any, **__: Any) -> Reply:
-            raise OutOfTokens("full")
-
-    async def episode() -> None:
-        await make({"tools": [f"{HERE}.search"], "renderer": chat_choice(), "limits": {"timeout_s": 1}})().run(
-            TASK, Full(renderer)
-        )
-
-    asyncio.run(episode())
+def test_a_limit_of_the_episode_ends_it_without_an_error() -> None:
+    assert play(["search"], call("search", query="x") + END).policy.ending == "turns"
 
 
-def test_all_instances_are_closed_although_one_raises(renderer: Renderer) -> None:
+def test_all_instances_are_closed_although_one_raises() -> None:
     with pytest.raises(OSError, match="it is stuck"):
-        play(renderer, ["Door", "Notes"], call("open") + call("read") + END, f"So.{END}")
+        play(["Door", "Notes"], call("open") + call("read") + END, f"So.{END}")
     assert my_tools.EVENTS == ["made", "door", "closed"]
 
 
-def test_a_constructor_that_raises_fails_the_episode(renderer: Renderer) -> None:
+def test_a_constructor_that_raises_or_hangs_fails_the_episode() -> None:
     with pytest.raises(OSError, match="no sandbox"):
-        play(renderer, ["Broken"], call("open") + END, f"So.{END}")
-
-
-def test_a_constructor_that_hangs_fails_the_episode(renderer: Renderer) -> None:
-    with pytest.raises(TimeoutError, match=r"Hanging\(\) took longer than environment.timeout_s=0.5"):
-        play(renderer, ["Hanging"], call("open") + END, f"So.{END}", timeout_s=0.5)
+        play(["Broken"], call("open") + END, f"So.{END}")
+    with pytest.raises(TimeoutError, match=r"Hanging\(\) took longer than environment.timeout_s=0.3"):
+        play(["Hanging"], call("open") + END, f"So.{END}", timeout_s=0.3)
 
 
 def test_a_schema_says_what_hints_and_docstring_say() -> None:
@@ -276,12 +200,13 @@ def test_the_methods_of_a_class_are_tools_without_self() -> None:
     assert tools["read"].schema["function"]["parameters"]["properties"] == {}
 
 
-def test_a_whole_number_is_a_number_and_a_null_is_none() -> None:
-    def take(x: float, y: int | None, z: Any, w: dict[str, int]) -> None: ...
+def test_arguments_are_given_as_the_hints_say_and_a_string_stands_for_the_value_it_spells() -> None:
+    def take(x: float, y: int | None, z: Any, w: dict[str, int], s: str) -> None: ...
 
     schema: Mapping[str, Any] = schema_of("take", take)
-    given = {"x": 1, "y": None, "z": [1], "w": {"a": 1}}
+    given = {"x": 1, "y": None, "z": [1], "w": {"a": 1}, "s": "7"}
     assert checked(schema, given) == given
+    assert checked(schema, {**given, "x": "1", "y": "2", "w": '{"a": 1}'}) == {**given, "y": 2}
     with pytest.raises(ValueError, match="the argument w must be object"):
         checked(schema, {**given, "w": []})
 
@@ -290,6 +215,7 @@ def test_a_whole_number_is_a_number_and_a_null_is_none() -> None:
     ("names", "problem"),
     [
         ([], "environment.tools=[] is not accepted: give dotted paths"),
+        (["no_such.tool"], "module tests.environment.my_tools has no no_such"),
         (["nothing_there"], "module tests.environment.my_tools has no nothing_there"),
         (["EVENTS"], "it is not a function or class"),
         (["untyped"], "its parameter query has no type hint"),
@@ -304,7 +230,7 @@ def test_a_whole_number_is_a_number_and_a_null_is_none() -> None:
 )
 def test_what_cannot_be_a_tool_is_refused_by_name(names: list[str], problem: str) -> None:
     with pytest.raises(ValueError, match=r"^environment\.tools=.* is not accepted: [^\n]*\.$") as refused:
-        make({"tools": [f"{HERE}.{name}" for name in names], "renderer": chat_choice(), "limits": {"timeout_s": 60}})
+        making(*names)
     assert problem in str(refused.value)
     if names:
         assert str(refused.value).startswith(f"environment.tools={HERE}.{names[-1]} is not accepted: ")
@@ -314,10 +240,3 @@ def test_a_format_without_tools_is_refused() -> None:
     plain = {**chat_choice(), "name": "plain"}
     with pytest.raises(ValueError, match=r"^environment=tools is not accepted: data\.template=plain has no [^\n]*\.$"):
         make({"tools": [f"{HERE}.search"], "renderer": plain, "limits": {"timeout_s": 60}})
-
-
-def test_a_missing_module_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError, match=r"environment\.tools=no_such\.tool is not accepted: there is no module no_such"
-    ):
-        make({"tools": ["no_such.tool"], "renderer": chat_choice(), "limits": {"timeout_s": 60}})

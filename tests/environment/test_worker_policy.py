@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Coroutine, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,13 +13,8 @@ from app.environment.worker.calls import Clock
 from app.environment.worker.policy import EpisodePolicy
 from app.environment.worker.sequences import shorten
 from tests.environment.characters import Characters, text_of, tokens
-from tests.environment.qwen import tokenizer, write_model
-
-LIMITS = Limits(max_turns=20, max_turn_tokens=None, max_observation_tokens=100, timeout_s=60.0, episode_s=60.0)
-
-
-def user(text: str) -> dict:
-    return {"role": "user", "content": text}
+from tests.environment.qwen import chat_choice, decoded, user
+from tests.environment.talker import Talker
 
 
 class Engine:
@@ -60,11 +54,17 @@ class Engine:
 
 
 def policy_of(engine: Engine, prompt: str = "6*7=", clock: Clock | None = None, **limits: int | None) -> EpisodePolicy:
-    chosen = Limits(**{**{name: getattr(LIMITS, name) for name in LIMITS.__slots__}, **limits})
-    clock = clock or Clock(60.0)
-    opening = [user(prompt)]
+    chosen: dict[str, Any] = {"max_turns": 20, "max_turn_tokens": None, "max_observation_tokens": 100, **limits}
     renderer: Any = Characters()
-    return EpisodePolicy(engine.ask, renderer, chosen, opening, tokens(prompt), clock, lambda policy: "http://x/v1")
+    return EpisodePolicy(
+        engine.ask,
+        renderer,
+        Limits(**chosen, timeout_s=60.0, episode_s=60.0),
+        [user(prompt)],
+        tokens(prompt),
+        clock or Clock(60.0),
+        lambda policy: "http://x/v1",
+    )
 
 
 def same_sequences(policy: EpisodePolicy, engine: Engine) -> bool:
@@ -99,54 +99,46 @@ async def test_the_prompt_of_the_data_goes_on_with_the_reply_alone() -> None:
     assert same_sequences(policy, engine)
 
 
-class Thinker:
-    """A Qwen3 that says `yes` after one thought after the other."""
-
-    def __init__(self, folder: Path, *thoughts: str) -> None:
-        self.thoughts = list(thoughts)
-        self.sequences: dict[int, list[int]] = {}
-        renderer = renderer_for("chat", str(write_model(folder, "qwen3")), "template", True)
-        self.policy = EpisodePolicy(self.ask, renderer, LIMITS, [], [], Clock(60.0), lambda policy: "")
-
-    async def ask(self, sequence: int, append: Sequence[int], max_tokens: int | None, logprobs: bool) -> Answer:
-        said = tokenizer().encode(f"<think>\n{self.thoughts.pop(0)}\n</think>\n\nyes<|im_end|>").ids
-        self.sequences[sequence] = [*self.sequences.get(sequence, []), *append, *said]
-        return Answer(0, said, "stop")
-
-    def where(self, thought: str) -> list[int]:
-        return [sequence for sequence, ids in self.sequences.items() if thought in tokenizer().decode(ids)]
-
-
 RESULT = {"role": "tool", "content": "3"}  # the template keeps the reasoning before it
+
+
+def thinker(*thoughts: str) -> Talker:
+    """A Qwen3 that says `yes` after one thought after the other."""
+    renderer = renderer_for(**chat_choice(), enable_thinking=True)
+    return Talker(renderer, *(f"<think>\n{each}\n</think>\n\nyes<|im_end|>" for each in thoughts))
+
+
+def where(talker: Talker, thought: str) -> list[int]:
+    return [sequence for sequence, tokens in talker.sequences.items() if thought in decoded(tokens)]
 
 
 @pytest.mark.parametrize(("sample", "with_reasoning", "meant"), [(0, True, 0), (1, True, 1), (0, False, 1)])
 async def test_of_two_samples_with_one_text_the_one_with_the_given_reasoning_goes_on(
-    tmp_path: Path, sample: int, with_reasoning: bool, meant: int
+    sample: int, with_reasoning: bool, meant: int
 ) -> None:
-    thinker = Thinker(tmp_path, "first", "second", "third")
+    talker = thinker("first", "second", "third")
 
-    samples = [await thinker.policy([user("q")]) for _ in range(2)]
+    samples = [await talker.policy([user("q")]) for _ in range(2)]
     message = dict(samples[sample].message)
     if not with_reasoning:
         del message["reasoning_content"]
-    await thinker.policy([user("q"), message, RESULT])
-    assert thinker.where("third") == [meant]
-    assert len(thinker.sequences) == 2
+    await talker.policy([user("q"), message, RESULT])
+    assert where(talker, "third") == [meant]
+    assert len(talker.sequences) == 2
 
 
 @pytest.mark.parametrize("sample", [0, 1])
-async def test_the_reasoning_of_earlier_replies_tells_two_samples_apart_too(tmp_path: Path, sample: int) -> None:
-    thinker = Thinker(tmp_path, "first", "second", "same", "same", "third")
+async def test_the_reasoning_of_earlier_replies_tells_two_samples_apart_too(sample: int) -> None:
+    talker = thinker("first", "second", "same", "same", "third")
 
     histories = []
-    for reply in [await thinker.policy([user("q")]) for _ in range(2)]:
+    for reply in [await talker.policy([user("q")]) for _ in range(2)]:
         history = [user("q"), reply.message, RESULT]
-        again = await thinker.policy(history)
+        again = await talker.policy(history)
         histories.append([*history, again.message, RESULT])
-    await thinker.policy(histories[sample])
-    assert thinker.where("third") == [sample]
-    assert len(thinker.sequences) == 2
+    await talker.policy(histories[sample])
+    assert where(talker, "third") == [sample]
+    assert len(talker.sequences) == 2
 
 
 async def test_an_unknown_history_and_one_that_the_template_rewrites_begin_new_sequences() -> None:
@@ -224,14 +216,11 @@ async def test_tokens_extend_the_longest_sequence_that_they_begin_with() -> None
 
 
 async def test_tokens_that_an_agent_rendered_are_shown_as_what_they_say() -> None:
-    engine = Engine("ab", "cd", "ef")
-
-    policy = policy_of(engine)
+    policy = policy_of(Engine("ab", "cd", "ef"))
     await policy.generate(tokens("q"))
     await policy.generate(tokens("qabtold"))
     await policy.generate(tokens("qabtoldcd"))  # nothing to append
-    turns = policy.turns
-    assert [(turn["role"], turn["text"], turn["tokens"]) for turn in turns] == [
+    assert [(turn["role"], turn["text"], turn["tokens"]) for turn in policy.turns] == [
         ("user", "q", 1),
         ("assistant", "ab", 2),
         ("tool", "told", 4),
@@ -252,17 +241,6 @@ async def test_another_client_of_the_same_conversation_is_recognized() -> None:
     await policy([user("q"), {**said, "tool_calls": [call]}, user("x")])
     assert engine.requests == [(0, "q>"), (0, "|3>"), (1, "q|None|x>")]
     assert policy.metrics["tool_calls"] == 1.0
-
-
-async def test_other_tools_begin_a_new_sequence() -> None:
-    engine = Engine("ab", "cd", "ef")
-    tool = {"type": "function", "function": {"name": "add"}}
-
-    policy = policy_of(engine)
-    first = await policy([user("q")], tools=[tool])
-    await policy([user("q"), first.message, user("x")], tools=[tool])
-    await policy([user("q"), first.message, user("x")])
-    assert engine.requests == [(0, "q>"), (0, "|x>"), (1, "q|ab|x>")]
 
 
 async def test_an_observation_is_cut_and_the_history_with_the_whole_one_is_recognized() -> None:
@@ -352,25 +330,21 @@ async def test_an_answer_extends_its_sequence_even_if_whoever_asked_was_cancelle
     assert same_sequences(policy, engine)
 
 
-async def test_a_policy_of_an_episode_that_is_over_does_not_speak() -> None:
+async def test_what_is_no_request_is_refused_and_so_is_any_after_the_end() -> None:
     engine = Engine("ab")
-
     policy = policy_of(engine)
+    not_messages: list[Any] = [[], ["q"], [{"content": "q"}]]
+    for wrong in not_messages:
+        with pytest.raises((ValueError, TypeError), match=r"message"):
+            await policy(wrong)
+    with pytest.raises(ValueError, match="max_tokens=0 is not accepted"):
+        await policy([user("q")], max_tokens=0)
+    with pytest.raises(ValueError, match="at least one token"):
+        await policy.generate([])
+
     policy.close()
     with pytest.raises(RuntimeError, match="the episode is over"):
         await policy([user("q")])
-    assert engine.asked == []
-
-
-@pytest.mark.parametrize(
-    ("messages", "problem"),
-    [([], "at least one message"), (["q"], "'q' is not a message"), ([{"content": "q"}], "is not a message")],
-)
-async def test_what_is_no_conversation_is_refused(messages: Any, problem: str) -> None:
-    engine = Engine("ab")
-
-    with pytest.raises((ValueError, TypeError), match=problem):
-        await policy_of(engine)(messages)
     assert engine.asked == []
 
 
@@ -415,14 +389,3 @@ async def test_turns_say_who_spent_how_many_tokens_and_seconds(monkeypatch: pyte
         ("user", "x", 3, 3.0),
         ("assistant", "cd", 2, 0.0),
     ]
-
-
-async def test_a_request_for_nothing_is_refused() -> None:
-    engine = Engine("ab")
-
-    policy = policy_of(engine)
-    with pytest.raises(ValueError, match="max_tokens=0 is not accepted"):
-        await policy([user("q")], max_tokens=0)
-    with pytest.raises(ValueError, match="at least one token"):
-        await policy.generate([])
-    assert engine.asked == []

@@ -26,7 +26,6 @@ SMALL = [
     "data.arithmetic.eval_problems=10",
 ]
 LONG = [*SMALL, "resume=auto", "checkpoint.every=2", f"data.arithmetic.problems={PROBLEMS}"]
-ON_POLICY = ["placement.max_staleness=0", "placement.in_flight=drain"]
 BOTH = pytest.mark.parametrize("placement", list(PLACEMENTS))
 
 
@@ -78,17 +77,6 @@ def test_a_run_leaves_failed_episodes_out_and_trains_on_what_engines_saw(
     assert all(len(sample["turns"]) >= 4 for sample in samples)
 
 
-def test_a_run_whose_episodes_all_fail_ends_with_the_reason(start: Callable[..., Run], tmp_path: Path) -> None:
-    run = start("steps=3", *SMALL, *talk(tmp_path, fails_every=1))
-    assert run.wait() == 1, run.text
-    assert run.gone_within(15), run.processes()
-    Diary(tmp_path).assert_closed_once()
-    assert "environment.max_failed_fraction=0.1" in run.last_lines
-    assert "failed on purpose" in run.last_lines
-    assert "Traceback" not in run.text
-    assert run.summary()["status"] == "failed"
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("placement", ["colocate", "fully_async"])
 def test_a_run_that_may_lose_every_episode_ends_and_names_the_environment(
@@ -105,6 +93,7 @@ def test_a_run_that_may_lose_every_episode_ends_and_names_the_environment(
     )
     assert run.wait() == 1, run.text
     assert run.gone_within(15), run.processes()
+    assert "Traceback" not in run.text
 
     steps = steps_of(run)
     assert [line["rollout/groups"] for line in steps] == [0.0, 0.0]
@@ -133,6 +122,7 @@ def test_an_interrupt_does_not_wait_for_a_plain_step_that_takes_an_hour(
     assert (tmp_path / "closed").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_run_with_slow_tools_survives_a_killed_engine_and_an_interrupt(
     start: Callable[..., Run], tmp_path: Path
@@ -211,25 +201,3 @@ def test_engine_and_trainer_that_are_killed_in_second_turns_cost_no_environment(
     steps = steps_of(run)
     assert not any("environment/failed" in name and value for name, value in steps[-1].items())
     assert max(line["mismatch/abs_difference"] for line in steps if line["staleness/max"] == 0) < 1e-4
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_async_episodes_at_staleness_0_have_the_log_probabilities_of_the_trainer(
-    start: Callable[..., Run], tmp_path: Path
-) -> None:
-    run = start("steps=3", *SMALL, *talk(tmp_path), "placement=fully_async", *ON_POLICY)
-    assert run.wait() == 0, run.text
-    for line in steps_of(run):
-        assert line["staleness/max"] == 0
-        assert line["mismatch/abs_difference"] < 1e-4
-    Diary(tmp_path).assert_closed_once()
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_a_mask_that_is_off_by_one_shows_in_the_mismatch(start: Callable[..., Run], tmp_path: Path) -> None:
-    run = start("steps=1", *SMALL, *talk(tmp_path), module="tests.mode.off_by_one_app")
-    assert run.wait() == 0, run.text
-    (line,) = steps_of(run)
-    assert line["mismatch/abs_difference"] > 0.1

@@ -156,9 +156,8 @@ def test_an_evaluation_in_which_every_episode_failed_ends_the_run_with_its_name(
 @pytest.mark.parametrize("kind", PlacementKind)
 def test_environments_that_always_fail_end_the_run_with_their_reason(tmp_path: Path, kind: PlacementKind) -> None:
     environments = SimEnvironments(lambda task, number: Script(fails_at=0))
-    world = World(config(kind), tmp_path, environments=environments)
     with pytest.raises(RunError, match="on purpose"):
-        run(world)
+        run(World(config(kind), tmp_path, environments=environments))
     assert environments.open == []
 
 

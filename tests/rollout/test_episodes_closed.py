@@ -4,29 +4,31 @@ import asyncio
 import gc
 import warnings
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
+from app.environment.pool import EnvironmentSpec
 from app.errors import EngineError, EngineLost
 from app.rollout.requests import Aborted
 from app.rollout.rollouter import Rollouter
-from app.types import Completion, Ending, Group, GroupRequest
-from tests.rollout.episodes import ROOM, Scripted, group, pieces, prompt, rollouter_of
+from app.types import Completion, Group, GroupRequest
+from tests.environment.pools import Maker
+from tests.rollout.episodes import Scripted, group, pieces, prompt, rollouter_of
 from tests.waiting import until
 
-# Writes a line for each call. `waits`: a step, or an async step, in which it stays until the file `go` exists.
+# Writes a line for each call. `waits`: a step stays until the file `go` exists, on the worker's loop or in a thread.
 DIARY = """
 import asyncio, itertools, os, pathlib, time
 
 numbers = itertools.count()
 
 class Env:
-    def __init__(self, folder, turns=2, waits=None):
+    def __init__(self, folder, turns=2, waits=False):
         self.folder, self.turns, self.waits = pathlib.Path(folder), turns, waits
         self.name = f"{os.getpid()}-{next(numbers)}"
         self.note("made")
@@ -37,36 +39,32 @@ class Env:
         self.note("begin")
         self.said = 0
     async def step(self, reply):
+        observation = self.said_more()
+        while self.stays():
+            await asyncio.sleep(0.01)
+        return observation
+    def said_more(self):
         self.said += 1
         self.note("step")
-        while self.waits == "async" and not (self.folder / "go").exists():
-            await asyncio.sleep(0.01)
-        if self.waits == "thread":
-            await asyncio.get_running_loop().run_in_executor(None, self.stay)
         return None if self.said == self.turns else f"more {self.said}"
-    def stay(self):
-        while not (self.folder / "go").exists():
-            time.sleep(0.01)
+    def stays(self):
+        return self.waits and not (self.folder / "go").exists()
     def score(self):
         self.note("score")
         return float(self.said)
     def close(self):
         self.note("close")
 
-class Blocking(Env):
-    async def step(self, reply):
-        self.said += 1
-        self.note("step")
-        self.stay()
-        return None if self.said == self.turns else f"more {self.said}"
-
 class InThread(Env):
     def step(self, reply):
-        self.said += 1
-        self.note("step")
-        if self.waits:
-            self.stay()
-        return None if self.said == self.turns else f"more {self.said}"
+        observation = self.said_more()
+        while self.stays():
+            time.sleep(0.01)
+        return observation
+
+class Blocking(InThread):
+    async def step(self, reply):
+        return super().step(reply)
 """
 
 
@@ -76,12 +74,12 @@ class Diary:
     def __init__(self, folder: Path) -> None:
         self.path = folder / "diary"
 
-    def count(self, what: str) -> int:
-        return self.counts[what]
-
     @property
     def counts(self) -> Counter[str]:
         return Counter(line.split()[0] for line in self._lines)
+
+    async def wait_for_steps(self, count: int) -> None:
+        await asyncio.to_thread(until, lambda: self.counts["step"] >= count, 60)
 
     def assert_closed_once(self, episodes: int) -> None:
         """Every environment that was made was closed once."""
@@ -95,25 +93,24 @@ class Diary:
         return self.path.read_text().splitlines() if self.path.exists() else []
 
 
-Story = Callable[[Rollouter, "asyncio.Task[Group]", Diary], Awaitable[Any]]
+@dataclass
+class Playing:
+    """A group of four that is being played."""
+
+    rollouter: Rollouter
+    group: "asyncio.Task[Group]"
+    diary: Diary
 
 
-def play(spec: Any, engine: Any, folder: Path, story: Story, room: int = ROOM) -> Any:
-    """Begin a group of four, and do to it what the story does."""
-
-    async def run() -> Any:
-        async with rollouter_of(spec, [engine]) as rollouter:
-            playing = asyncio.create_task(group(rollouter, prompt(), room=room))
-            try:
-                return await asyncio.wait_for(story(rollouter, playing, Diary(folder)), 60)
-            finally:
-                await asyncio.gather(playing, return_exceptions=True)
-
-    return asyncio.run(run())
-
-
-async def its_end(rollouter: Rollouter, playing: "asyncio.Task[Group]", diary: Diary) -> Group:
-    return await playing
+@asynccontextmanager
+async def playing(spec: EnvironmentSpec, engine: Scripted, folder: Path) -> AsyncIterator[Playing]:
+    async with rollouter_of(spec, [engine]) as rollouter:
+        task = asyncio.create_task(group(rollouter, prompt()))
+        try:
+            async with asyncio.timeout(60):
+                yield Playing(rollouter, task, Diary(folder))
+        finally:
+            await asyncio.gather(task, return_exceptions=True)
 
 
 def has_ended(process: int) -> bool:
@@ -123,134 +120,97 @@ def has_ended(process: int) -> bool:
         return True
 
 
-async def steps(diary: Diary, count: int) -> None:
-    await asyncio.to_thread(until, lambda: diary.count("step") >= count, 60)
-
-
-def test_an_episode_that_ends_is_scored_and_closed(own: Any, tmp_path: Path) -> None:
-    played = play(own(DIARY, args={"folder": str(tmp_path)}), Scripted(), tmp_path, its_end)
-    assert played.rewards.tolist() == [2.0] * 4
-    assert Diary(tmp_path).counts == {"made": 4, "begin": 4, "step": 8, "score": 4, "close": 4}
-    Diary(tmp_path).assert_closed_once(4)
-
-
-def test_an_episode_that_runs_out_of_turns_is_scored_and_closed(own: Any, tmp_path: Path) -> None:
-    spec = own(DIARY, args={"folder": str(tmp_path), "turns": 9}, max_turns=3)
-    played = play(spec, Scripted(), tmp_path, its_end)
-    assert {t.episode.ending for t in played.trajectories if t.episode} == {Ending.turns}
-    assert played.rewards.tolist() == [3.0] * 4
-    Diary(tmp_path).assert_closed_once(4)
-
-
-def test_an_episode_that_runs_out_of_tokens_is_scored_and_closed(own: Any, tmp_path: Path) -> None:
-    spec = own(DIARY, args={"folder": str(tmp_path), "turns": 9})
-
-    played = play(spec, Scripted(), tmp_path, its_end, room=20)
-    assert {t.episode.ending for t in played.trajectories if t.episode} == {Ending.length}
-    assert all(t.response_tokens <= 20 for t in played.trajectories)
-    Diary(tmp_path).assert_closed_once(4)
-
-
-def test_a_group_that_is_cancelled_at_once_asks_for_nothing(own: Any, tmp_path: Path) -> None:
-    async def story(rollouter: Rollouter, playing: "asyncio.Task[Group]", diary: Diary) -> None:
-        await asyncio.sleep(0)
-        playing.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await playing
+def test_a_group_that_is_cancelled_at_once_asks_for_nothing(own: Maker, tmp_path: Path) -> None:
+    async def run() -> None:
+        async with playing(own(DIARY, args={"folder": str(tmp_path)}), Scripted(), tmp_path) as played:
+            await asyncio.sleep(0)
+            played.group.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await played.group
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # a coroutine that was never awaited
-        play(own(DIARY, args={"folder": str(tmp_path)}), Scripted(), tmp_path, story)
+        asyncio.run(run())
         gc.collect()
-    Diary(tmp_path).assert_closed_once(Diary(tmp_path).count("made"))
-    assert Diary(tmp_path).count("step") == 0
+    Diary(tmp_path).assert_closed_once(Diary(tmp_path).counts["made"])
+    assert Diary(tmp_path).counts["step"] == 0
 
 
-@pytest.mark.parametrize(("name", "waits"), [("Env", "async"), ("InThread", "thread")])
+@pytest.mark.parametrize("name", ["Env", "InThread"])
 @pytest.mark.parametrize("how", ["cancel", "abort"])
-def test_a_group_that_is_ended_inside_its_environments_closes_them(
-    how: str, name: str, waits: str, own: Any, tmp_path: Path
+async def test_a_group_that_is_ended_inside_its_environments_closes_them(
+    how: str, name: str, own: Maker, tmp_path: Path
 ) -> None:
     """Cancelled as at an interrupt, or aborted as stale. A step in a thread ends by itself first."""
-    spec = own(DIARY, name=name, args={"folder": str(tmp_path), "waits": waits})
+    spec = own(DIARY, name=name, args={"folder": str(tmp_path), "waits": True})
     engine = Scripted()
 
-    async def story(rollouter: Rollouter, playing: "asyncio.Task[Group]", diary: Diary) -> None:
-        await steps(diary, 4)
+    async with playing(spec, engine, tmp_path) as played:
+        await played.diary.wait_for_steps(4)
         if how == "cancel":
-            playing.cancel()
+            played.group.cancel()
         else:
-            await rollouter.abort(["talk/0@0"])
-        if waits == "thread":
+            await played.rollouter.abort(["talk/0@0"])
+        if name == "InThread":
             (tmp_path / "go").touch()
         with pytest.raises(asyncio.CancelledError if how == "cancel" else Aborted):
-            await playing
-        diary.assert_closed_once(4)
-
-    play(spec, engine, tmp_path, story)
+            await played.group
+        played.diary.assert_closed_once(4)
     assert engine.aborted == (["talk/0@0"] if how == "abort" else [])
     assert Diary(tmp_path).counts == {"made": 4, "begin": 4, "step": 4, "close": 4}
 
 
-@pytest.mark.parametrize("waits", ["thread", "loop"])
-def test_a_cancelled_group_does_not_wait_for_a_plain_step_until_its_deadline(
-    waits: str, own: Any, tmp_path: Path
+@pytest.mark.parametrize("name", ["InThread", "Blocking"])
+async def test_a_cancelled_group_does_not_wait_for_a_plain_step_until_its_deadline(
+    name: str, own: Maker, tmp_path: Path
 ) -> None:
     """As at Ctrl-C: a step in a thread, or one that blocks the worker's loop, would stay for an hour."""
-    name = {"thread": "InThread", "loop": "Blocking"}[waits]
-    spec = own(DIARY, name=name, args={"folder": str(tmp_path), "waits": waits}, timeout_s=3600.0)
+    spec = own(DIARY, name=name, args={"folder": str(tmp_path), "waits": True}, timeout_s=3600.0)
 
-    async def story(rollouter: Rollouter, playing: "asyncio.Task[Group]", diary: Diary) -> None:
-        assert rollouter.episodes is not None
-        environments = rollouter.episodes.environments
+    async with playing(spec, Scripted(), tmp_path) as played:
+        assert played.rollouter.episodes is not None
+        environments = played.rollouter.episodes.environments
         (worker,) = environments.pids
-        await steps(diary, 4 if waits == "thread" else 1)
-        playing.cancel()
+        await played.diary.wait_for_steps(4 if name == "InThread" else 1)
+        played.group.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await playing
+            await played.group
 
         await asyncio.to_thread(until, lambda: has_ended(worker), 60)
         assert environments.pids == []
         assert environments.counts["restarts"] == 0  # nothing starts while the run ends
         (tmp_path / "go").touch()
-        again = await group(rollouter, prompt(1))
+        again = await group(played.rollouter, prompt(1))
         assert again.rewards.tolist() == [2.0] * 4
         assert environments.counts["restarts"] == 1
-
-    play(spec, Scripted(), tmp_path, story)
-    if waits == "thread":
+    if name == "InThread":
         Diary(tmp_path).assert_closed_once(8)
 
 
-def test_a_group_that_is_aborted_while_engines_sample_closes_its_environments(own: Any, tmp_path: Path) -> None:
+async def test_a_group_that_is_aborted_while_engines_sample_closes_its_environments(own: Maker, tmp_path: Path) -> None:
     async def for_ever(request: GroupRequest) -> None:
         if not request.turn.startswith("1 of"):
             await asyncio.Event().wait()
 
-    async def story(rollouter: Rollouter, playing: "asyncio.Task[Group]", diary: Diary) -> Aborted:
-        await steps(diary, 4)
-        await rollouter.abort(["talk/0@0"])
-        with pytest.raises(Aborted) as aborted:
-            await playing
-        diary.assert_closed_once(4)
-        return aborted.value
-
     spec = own(DIARY, args={"folder": str(tmp_path)})
-    aborted = play(spec, Scripted(before=for_ever), tmp_path, story)
-    assert aborted.tokens == 4 * len("42")
+    async with playing(spec, Scripted(before=for_ever), tmp_path) as played:
+        await played.diary.wait_for_steps(4)
+        await played.rollouter.abort(["talk/0@0"])
+        with pytest.raises(Aborted) as aborted:
+            await played.group
+        played.diary.assert_closed_once(4)
+    assert aborted.value.tokens == 4 * len("42")
 
 
-def test_a_group_whose_engine_refuses_a_turn_closes_its_environments(own: Any, tmp_path: Path) -> None:
+async def test_a_group_whose_engine_refuses_a_turn_closes_its_environments(own: Maker, tmp_path: Path) -> None:
     async def refuse(request: GroupRequest) -> None:
         if request.turn.startswith("2 of") and request.turn.endswith("member 1"):
             raise EngineError("refused on purpose")
 
-    async def story(rollouter: Rollouter, playing: "asyncio.Task[Group]", diary: Diary) -> None:
+    async with playing(own(DIARY, args={"folder": str(tmp_path)}), Scripted(before=refuse), tmp_path) as played:
         with pytest.raises(EngineError, match="refused on purpose"):
-            await playing
-        diary.assert_closed_once(4)
-
-    play(own(DIARY, args={"folder": str(tmp_path)}), Scripted(before=refuse), tmp_path, story)
+            await played.group
+        played.diary.assert_closed_once(4)
 
 
 @dataclass
@@ -272,7 +232,7 @@ class Mortal(Scripted):
         return await super().generate(request)
 
 
-async def test_an_engine_that_dies_in_the_second_turn_costs_only_that_turn(own: Any, tmp_path: Path) -> None:
+async def test_an_engine_that_dies_in_the_second_turn_costs_only_that_turn(own: Maker, tmp_path: Path) -> None:
     engines = [Mortal("4"), Scripted("987")]
     spec = own(DIARY, args={"folder": str(tmp_path), "turns": 3})
 

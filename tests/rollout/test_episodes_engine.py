@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 from app.rollout.remote import RemoteEngine
 from app.types import Completion, Group, GroupRequest, InFlight
@@ -25,26 +24,6 @@ from tests.rollout.episodes import (
 from tests.rollout.support import HOT, noisy_model
 
 
-@pytest.mark.parametrize("temperature", [1.0, HOT])
-def test_every_request_begins_with_its_sequence_and_all_turns_have_the_logprobs_of_transformers(
-    temperature: float, engine: RemoteEngine, tiny_model: Path, own: Any
-) -> None:
-    recording = Recording(engine)
-    spec = own(TALK, max_turn_tokens=24, model=tiny_model)
-    groups = played(spec, recording, tiny_model, prompts=3, temperature=temperature)
-
-    trajectories = [trajectory for each in groups for trajectory in each.trajectories]
-    assert len(trajectories) == 12
-    assert [len(trajectory.sequences) for trajectory in trajectories] == [2] * 12
-    assert len(recording.requests) == 12 * TURNS
-    sequences = [sequence for trajectory in trajectories for sequence in trajectory.sequences]
-    assert asked(recording) == trained(sequences)
-    policy = noisy_model(tiny_model, 0)
-    assert largest_difference_of_sequences(policy, sequences, temperature) < 1e-4
-    shifted = [replace(sequence, sampled=np.roll(sequence.sampled, -1)) for sequence in sequences]
-    assert largest_difference_of_sequences(policy, shifted, temperature) > 1e-3
-
-
 def held(recording: Recording, index: int) -> int:
     """Tokens of the longest earlier request and its completion that this request begins with."""
     tokens = recording.requests[index].token_ids.tolist()
@@ -56,18 +35,31 @@ def held(recording: Recording, index: int) -> int:
     return longest
 
 
-def test_a_turn_finds_the_turns_before_it_in_the_cache(engine: RemoteEngine, tiny_model: Path, own: Any) -> None:
-    """All but the last sampled token, which the engine has not computed yet."""
+def test_every_request_begins_with_its_sequence_and_finds_it_in_the_cache_and_all_turns_have_exact_logprobs(
+    engine: RemoteEngine, tiny_model: Path, own: Any
+) -> None:
     recording = Recording(engine)
     spec = own(TALK, max_turn_tokens=24, model=tiny_model)
     groups = played(spec, recording, tiny_model, prompts=2, temperature=HOT)
 
+    trajectories = [trajectory for each in groups for trajectory in each.trajectories]
+    assert [len(trajectory.sequences) for trajectory in trajectories] == [2] * 8
+    assert len(recording.requests) == 8 * TURNS
+    sequences = [sequence for trajectory in trajectories for sequence in trajectory.sequences]
+    assert asked(recording) == trained(sequences)
+
+    # against transformers, and with the mask shifted by one
+    policy = noisy_model(tiny_model, 0)
+    assert largest_difference_of_sequences(policy, sequences, HOT) < 1e-4
+    shifted = [replace(sequence, sampled=np.roll(sequence.sampled, -1)) for sequence in sequences]
+    assert largest_difference_of_sequences(policy, shifted, HOT) > 1e-3
+
+    # in the cache: all but the last sampled token, which the engine has not computed yet
     later = [index for index in range(len(recording.requests)) if held(recording, index)]
     assert len(later) == 8 * (TURNS - 2)  # without the first turn of each sequence
     for index in later:
         assert recording.completions[index].cached_tokens >= held(recording, index) - 1
-
-    metrics = [t.episode.metrics for each in groups for t in each.trajectories if t.episode]
+    metrics = [trajectory.episode.metrics for trajectory in trajectories if trajectory.episode]
     assert sum(each["prompt_tokens"] for each in metrics) == sum(len(each.token_ids) for each in recording.requests)
     assert sum(each["cached_tokens"] for each in metrics) == sum(each.cached_tokens for each in recording.completions)
 

@@ -20,7 +20,6 @@ import json
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from functools import partial
 from http.client import HTTPException
@@ -171,51 +170,37 @@ def _action_schema(url: str, given: str) -> dict[str, Any]:
 
 
 def _require_sessions(url: str, given: str, sessions: int) -> None:
-    """Raise `LoadError` if the server holds fewer sessions than the run's episodes."""
-    most = session_capacity(url, sessions)
-    if most is not None and most < sessions:
+    """Raise `LoadError` if the server holds fewer sessions than the run's episodes.
+
+    A server that refuses none, or does not answer in time, is accepted: an episode without a session fails with that
+    reason.
+    """
+    if sessions <= 1:
+        return  # it has at least one
+    held = asyncio.run(_sessions_held(ws_url(url), sessions))
+    if held is not None and held < sessions:
         raise LoadError(
-            f"environment.url={given} holds {most} session{'' if most == 1 else 's'}, fewer than the {sessions} "
+            f"environment.url={given} holds {held} session{'' if held == 1 else 's'}, fewer than the {sessions} "
             "episodes that environment.workers and environment.episodes allow at once: lower environment.episodes, or "
             "raise the server's max_concurrent_envs"
         )
 
 
-def session_capacity(url: str, needed: int) -> int | None:
-    """Open as many sessions as a run needs, and close them.
-
-    Args:
-        url: Of the server, http://…
-        needed: Sessions. Up to one opens none: the server has at least one.
-
-    Returns:
-        What the server holds, if it refused a session; None: it refused none, or did not answer in time.
-    """
-    if needed <= 1:
-        return None
-    with ThreadPoolExecutor(1) as thread:  # the caller's event loop runs
-        return thread.submit(asyncio.run, _session_capacity(ws_url(url), needed)).result()
-
-
-async def _session_capacity(url: str, needed: int) -> int | None:
+async def _sessions_held(url: str, needed: int) -> int | None:
+    """Open so many sessions, and close them. Returns how many the server holds, if it refused one."""
     import aiohttp
 
-    most: int | None = None
-    try:
-        async with asyncio.timeout(ASK_S), AsyncExitStack() as stack:
-            client = await stack.enter_async_context(aiohttp.ClientSession())
-            most = _held(await asyncio.gather(*(_ask(client, url, stack) for _ in range(needed))))
-    except (TimeoutError, aiohttp.ClientError, OSError):
-        pass  # it refused none in time; an episode without a session fails with that reason
-    return most
+    async def ask() -> str:
+        socket = await stack.enter_async_context(client.ws_connect(url))
+        with contextlib.suppress(ConnectionError):  # it has refused and closed; its message is still to be read
+            await socket.send_str(ASK)
+        return str((await socket.receive()).data)
 
-
-async def _ask(client: Any, url: str, stack: AsyncExitStack) -> str:
-    """Open a session, which ends with `stack`, and return the server's first message."""
-    socket = await stack.enter_async_context(client.ws_connect(url))
-    with contextlib.suppress(ConnectionError):  # it has refused and closed; its message is still to be read
-        await socket.send_str(ASK)
-    return str((await socket.receive()).data)
+    held: int | None = None
+    with contextlib.suppress(TimeoutError, aiohttp.ClientError, OSError):
+        async with asyncio.timeout(ASK_S), aiohttp.ClientSession() as client, AsyncExitStack() as stack:
+            held = _held(await asyncio.gather(*(ask() for _ in range(needed))))
+    return held
 
 
 def _held(answers: Sequence[str]) -> int | None:

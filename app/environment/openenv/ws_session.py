@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from app.environment.protocol import Reply
+from app.environment.protocol import EnvironmentFailed, Reply
 from app.environment.tool_schema import checked
 
 CAPACITY = "CAPACITY_REACHED"
@@ -17,10 +17,6 @@ PAUSES_S = (0.1, 2.0)  # between two tries for a session: the first, the longest
 WAIT_FRACTION = 0.8  # of environment.timeout_s, at which the worker would fail the episode
 MESSAGE_BYTES = 64 << 20
 CLOSE_S = 2.0
-
-
-class EnvironmentFailed(Exception):
-    """An episode has no score, through no fault of the policy."""
 
 
 class NoSession(Exception):

@@ -12,13 +12,9 @@ Invariants:
 from functools import lru_cache
 from pathlib import Path
 
-from app.environment.protocol import Renderer, Tools
-
-__all__ = ["CHAT", "PLAIN", "RENDERERS", "Renderer", "Tools", "renderer_for"]
+from app.environment.protocol import Renderer
 
 PLAIN, CHAT = "plain", "chat"
-RENDERERS = (PLAIN, CHAT)
-THINKING = ("template", "keep")
 
 
 @lru_cache(maxsize=4)
@@ -32,20 +28,15 @@ def renderer_for(
     """Load the renderer `name` with the tokenizer of a model directory. The same arguments give the same object.
 
     Args:
-        name: One of `RENDERERS`.
+        name: `PLAIN` or `CHAT`.
         model_path: Directory with `tokenizer.json`.
         thinking: Earlier reasoning at a new user message: "template" does as the template does, "keep" keeps it.
         enable_thinking: The template's argument, which is `data.thinking`.
         template: Text of a chat template in place of the model's own.
 
     Raises:
-        ValueError: One sentence: an unknown name, no tokenizer, a missing package, or an unusable template.
+        ValueError: One sentence: no tokenizer, a missing package, or an unusable template.
     """
-    if name not in RENDERERS:
-        raise ValueError(f"there is no renderer {name}: give one of {', '.join(RENDERERS)}.")
-    if thinking not in THINKING:
-        raise ValueError(f"environment.thinking={thinking} is not accepted: give {' or '.join(THINKING)}.")
-
     if name == PLAIN:
         from app.environment.rendering.plain import PlainRenderer
 

@@ -124,9 +124,6 @@ class ChatRenderer:
             return messages_in(text)
         return [{"role": "user", "content": text}] if text else []
 
-    def shorten(self, text: str, max_tokens: int) -> str:
-        return self.tokenizer.shorten(text, max_tokens)
-
     @property
     def tool_syntax(self) -> str | None:
         return self._tool_parser[0] if self._tool_parser else None

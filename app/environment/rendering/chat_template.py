@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from app.environment.protocol import Message
-from app.environment.rendering.tokenizer_file import import_package, read_json
+from app.environment.rendering.tokenizer_file import import_package, read_json, token_text
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -35,7 +35,7 @@ class ChatTemplate:
             raise ValueError(f"the chat template is not valid Jinja ({error}).") from error
 
         declared = {**read_json(folder / "special_tokens_map.json"), **read_json(folder / "tokenizer_config.json")}
-        tokens = {name: _text(declared.get(name)) for name in SPECIAL_TOKENS}
+        tokens = {name: token_text(declared.get(name)) for name in SPECIAL_TOKENS}
         self._variables: dict[str, Any] = {name: token for name, token in tokens.items() if token is not None}
         self._variables["enable_thinking"] = enable_thinking
 
@@ -94,11 +94,6 @@ def _environment() -> Any:
     environment.globals["raise_exception"] = _reject
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment
-
-
-def _text(token: Any) -> str | None:
-    token = token.get("content") if isinstance(token, dict) else token
-    return token if isinstance(token, str) else None
 
 
 def _to_json(

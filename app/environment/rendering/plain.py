@@ -51,9 +51,6 @@ class PlainRenderer:
         text = self._tokenizer.decode(token_ids, skip_special_tokens=True)
         return [{"role": "user", "content": text}] if text else []
 
-    def shorten(self, text: str, max_tokens: int) -> str:
-        return self._tokenizer.shorten(text, max_tokens)
-
 
 def _text(messages: Sequence[Message]) -> str:
     return "".join(str(message["content"]) for message in messages)

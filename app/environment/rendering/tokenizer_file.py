@@ -7,10 +7,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-NOTE = "\n[… {count} characters were cut here …]\n"
-TOKEN_CHARACTERS = 64  # more of them a token are not read: a text of gigabytes is cut before it is encoded
-NOT_A_CHARACTER = "\ufffd"  # a character that was cut into bytes
-
 
 def import_package(name: str) -> Any:
     """Import a package of the worker's interpreter.
@@ -74,29 +70,6 @@ class TokenizerFile:
         index: int | None = self._backend.token_to_id(token)
         return index
 
-    def shorten(self, text: str, max_tokens: int) -> str:
-        """Return `text` in at most `max_tokens` tokens, cut in the middle with a note of how much."""
-        most = max_tokens * TOKEN_CHARACTERS
-        if len(text) <= most:
-            head_ids = tail_ids = self.encode(text)
-            if len(head_ids) <= max_tokens:
-                return text
-        else:
-            head_ids, tail_ids = self.encode(text[: most // 2]), self.encode(text[-(most // 2) :])
-
-        room = max_tokens - len(self.encode(NOTE.format(count=len(text))))
-        while room > 1:
-            start = self.decode(head_ids[: room - room // 2]).rstrip(NOT_A_CHARACTER)
-            end = self.decode(tail_ids[-(room // 2) :]).lstrip(NOT_A_CHARACTER)
-            cut = start + NOTE.format(count=len(text) - len(start) - len(end)) + end
-            # pieces may take more tokens than they took in the whole
-            excess = len(self.encode(cut)) - max_tokens
-            if excess <= 0:
-                return cut
-            room -= excess
-
-        return self.decode(head_ids[:max_tokens]).rstrip(NOT_A_CHARACTER)
-
 
 def _readable(text: str) -> str:
     """The text without lone surrogates: the same number of characters."""
@@ -114,10 +87,15 @@ def read_json(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+def token_text(declared: Any) -> str | None:
+    """Return the text of a special token as a model directory declares it: text, or an object with `content`."""
+    text = declared.get("content") if isinstance(declared, dict) else declared
+    return text if isinstance(text, str) else None
+
+
 def _end_of_text(folder: Path, tokenizer: TokenizerFile) -> int | None:
-    named = read_json(folder / "tokenizer_config.json").get("eos_token")
-    token = named.get("content") if isinstance(named, dict) else named
-    return tokenizer.convert_tokens_to_ids(token) if isinstance(token, str) else None
+    token = token_text(read_json(folder / "tokenizer_config.json").get("eos_token"))
+    return None if token is None else tokenizer.convert_tokens_to_ids(token)
 
 
 def _stop_ids(folder: Path, tokenizer: TokenizerFile) -> Sequence[int]:

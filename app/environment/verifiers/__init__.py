@@ -14,45 +14,16 @@ import json
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from app.environment.protocol import Policy, Task
-from app.environment.verifiers.environment_host import Host, Settings, own_renderer
+from app.environment.verifiers.environment_host import Host, own_renderer
 from app.utils.dotted_path import LoadError
 
 PINS = "verifiers 0.4.x"
 
 
-@dataclass(frozen=True, slots=True)
-class Make:
-    """Makes the environment of each episode."""
-
-    host: Host
-    info: Mapping[str, Any]  # for the driver
-
-    def __call__(self) -> "VerifiersEpisode":
-        return VerifiersEpisode(self.host)
-
-
-@dataclass(frozen=True, slots=True)
-class VerifiersEpisode:
-    """The environment of one episode. What it holds, verifiers frees when the episode ends or is cancelled."""
-
-    host: Host
-
-    async def run(self, task: Task, policy: Policy) -> dict[str, float]:
-        """Play the episode and return its scores, the reward first.
-
-        Raises:
-            EpisodeOver: It ran into a limit that its package does not handle.
-            EnvironmentFailed: The package reports another error.
-        """
-        return await self.host.play(int(task.row["index"]), policy)
-
-
-def make(settings: Mapping[str, Any]) -> Make:
-    """Load an environment.
+def make(settings: Mapping[str, Any]) -> Host:
+    """Load an environment, which plays all episodes of a worker.
 
     Args:
         settings: `id`, the module to import; `args`; `renderer` and `limits` of the run; `list_tasks`, whether
@@ -75,13 +46,12 @@ def make(settings: Mapping[str, Any]) -> Make:
     _find_programs()
     choice = settings["renderer"]
     renderer = own_renderer(choice)
-    host = Host(
-        Settings(str(settings["id"]), args, tasks, settings["limits"]["max_turns"], str(choice["model_path"]), renderer)
-    )
+    host = Host(str(settings["id"]), args, tasks, settings["limits"]["max_turns"], str(choice["model_path"]), renderer)
     rows = host.rows()
     if not rows:
         raise LoadError(f"{settings['id']} has no tasks")
-    return Make(host, {"tasks": len(rows)} | ({"rows": rows} if settings.get("list_tasks") else {}))
+    host.info = {"tasks": len(rows)} | ({"rows": rows} if settings.get("list_tasks") else {})
+    return host
 
 
 def _installed() -> str | None:

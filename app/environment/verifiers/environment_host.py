@@ -4,10 +4,9 @@ import asyncio
 import itertools
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from app.environment.protocol import Message, Policy
+from app.environment.protocol import EnvironmentFailed, Message, Policy, Task
 from app.environment.rendering import renderer_for
 from app.environment.rendering.agreement import SCRIPT
 from app.environment.rendering.chat import EMPTY_BLOCK, ChatRenderer
@@ -22,22 +21,6 @@ CONVERSATIONS = [
     (messages, with_tools) for _, before, after, with_tools in SCRIPT for messages in (before[:-1], (*before, *after))
 ]
 API_KEY = "POSTTRAIN_NO_KEY"  # an environment variable that is never set: the endpoint takes no key
-
-
-class EnvironmentFailed(Exception):
-    """An episode has no score, through no fault of the policy."""
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """What an environment is loaded with."""
-
-    package: str  # `environment.id`
-    args: Mapping[str, Any]
-    tasks: int | None  # the first ones only
-    max_turns: int
-    model_path: str
-    renderer: Any  # configuration of verifiers' own renderer, of `own_renderer`
 
 
 def own_renderer(choice: Mapping[str, Any]) -> Any:
@@ -103,28 +86,46 @@ class UntrainedPolicy:
 
 
 class Host:
-    """A loaded environment, which plays all episodes of a worker."""
+    """A loaded environment, which plays all episodes of a worker.
 
-    def __init__(self, settings: Settings) -> None:
+    What an episode holds, verifiers frees when it ends or is cancelled.
+
+    Attributes:
+        info: For the driver.
+    """
+
+    def __init__(
+        self, package: str, args: Mapping[str, Any], tasks: int | None, max_turns: int, model_path: str, renderer: Any
+    ) -> None:
         """Load the environment and its tasks.
+
+        Args:
+            package: `environment.id`.
+            args: `environment.args`, without `tasks`.
+            tasks: The first ones only; None: all.
+            max_turns: Of an agent.
+            model_path: The model's directory.
+            renderer: Of `own_renderer`.
 
         Raises:
             LoadError: There is no such package, or its tasks have no end.
         """
         from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
-        taskset = {**settings.args.get("taskset", {}), "id": settings.package}
+        taskset = {**args.get("taskset", {}), "id": package}
         try:
-            config = resolve_env_config({**settings.args, "taskset": taskset})
+            config = resolve_env_config({**args, "taskset": taskset})
         except ModuleNotFoundError as error:
             missing = error.name or str(error).partition(". ")[0]
-            raise LoadError(f"environment.id={settings.package} is not installed ({missing})") from error
+            raise LoadError(f"environment.id={package} is not installed ({missing})") from error
 
-        self._settings = settings
-        self._env = load_environment(_with_our_limits(config, settings))
-        if settings.tasks is None and not self._env.taskset.bounded:
+        self.info: Mapping[str, Any] = {}
+        self._model_path = model_path
+        self._renderer = renderer
+        self._env = load_environment(_with_our_limits(config, args, max_turns))
+        if tasks is None and not self._env.taskset.bounded:
             raise LoadError("its tasks have no end: give their number, environment.args.tasks")
-        self._tasks = list(itertools.islice(self._env.taskset, settings.tasks))
+        self._tasks = list(itertools.islice(self._env.taskset, tasks))
         self._endpoint: Endpoint | None = None
         self._starting = asyncio.Lock()
         self._served = AsyncExitStack()  # until the worker's process ends
@@ -141,16 +142,25 @@ class Host:
             for index, task in enumerate(self._tasks)
         ]
 
-    async def play(self, index: int, policy: Policy) -> dict[str, float]:
-        """Play an episode of a task and return its scores, the reward first."""
+    def __call__(self) -> "Host":
+        """Return the environment of an episode."""
+        return self
+
+    async def run(self, task: Task, policy: Policy) -> dict[str, float]:
+        """Play an episode and return its scores, the reward first.
+
+        Raises:
+            EpisodeOver: It ran into a limit that its package does not handle.
+            EnvironmentFailed: The package reports another error.
+        """
         from verifiers.v1.clients import ModelContext, TrainClientConfig
 
         endpoint = await self._start()
         client = TrainClientConfig(
             base_url=endpoint.shared_url,
             api_key_var=API_KEY,
-            renderer=self._settings.renderer,
-            renderer_model_name=self._settings.model_path,
+            renderer=self._renderer,
+            renderer_model_name=self._model_path,
         )
         seats: list[Seat] = []
 
@@ -160,7 +170,7 @@ class Host:
             seats.append(endpoint.open(speaker, session=trace.id))
 
         try:
-            (slot,) = self._env.slots(self._tasks[index])
+            (slot,) = self._env.slots(self._tasks[int(task.row["index"])])
             episode = await self._env.run_slot(slot, ModelContext(MODEL, client), on_trace=agent_begins)
         finally:
             for seat in seats:
@@ -180,7 +190,7 @@ class Host:
             return self._endpoint
 
 
-def _with_our_limits(config: Any, settings: Settings) -> Any:
+def _with_our_limits(config: Any, args: Mapping[str, Any], max_turns: int) -> Any:
     """Return an environment's configuration under the run's limits.
 
     An agent has at most `environment.max_turns` turns. Nothing is tried twice: that is the run's to decide. An agent
@@ -194,9 +204,9 @@ def _with_our_limits(config: Any, settings: Settings) -> Any:
     harnesses = config.agent_harnesses()
     changes: dict[str, Any] = {"retries": RetryConfig()}
     for name, agent in agent_config_fields(config).items():
-        most = min(settings.max_turns, agent.max_turns or settings.max_turns)
+        most = min(max_turns, agent.max_turns or max_turns)
         change = {"max_turns": most, "retries": RetryConfig()}
-        chosen = "runtime" in settings.args.get(name, {}) or not isinstance(agent.runtime, PrimeConfig)
+        chosen = "runtime" in args.get(name, {}) or not isinstance(agent.runtime, PrimeConfig)
         if not chosen and not harness_class(harnesses[name].id).EXECUTES_CODE:
             change["runtime"] = SubprocessConfig()
         changes[name] = agent.model_copy(update=change)

@@ -1,12 +1,10 @@
 """Calls of an environment's methods: async ones on the loop, the others in a thread; and their time."""
 
 import asyncio
-import contextlib
 import inspect
-import queue
-import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,19 +20,18 @@ class Exited(Exception):
 class Calls:
     """Runs the methods of one environment.
 
-    All its synchronous methods run in the same thread, since many libraries bind an object to its thread. The thread is
-    a daemon: nothing waits for one that hangs.
+    All its synchronous methods run in the same thread, since many libraries bind an object to its thread. One that
+    hangs is left behind with its thread, for which a worker does not wait when it ends.
     """
 
     def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] | None = None
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._thread: ThreadPoolExecutor | None = None
+        self._last: Future[tuple[Any, BaseException | None]] | None = None  # call in the thread
 
     @property
     def busy(self) -> bool:
         """Whether a synchronous method runs."""
-        return not self._idle.is_set()
+        return self._last is not None and not self._last.done()
 
     async def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
         """Return what a plain or async function returns.
@@ -45,68 +42,43 @@ class Calls:
         try:
             if inspect.iscoroutinefunction(function):
                 return await function(*args)
-            result = await self._in_thread(function, *args)
+
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(1, "environment")
+            self._last = self._thread.submit(_result_or_error, function, *args)
+            result, error = await asyncio.wrap_future(self._last)
+            if error is not None:
+                raise error
             return await result if inspect.isawaitable(result) else result
         except (SystemExit, KeyboardInterrupt, GeneratorExit, StopIteration) as error:
             raise Exited(error) from error
 
-    async def until_idle(self, seconds: float) -> bool:
-        """Wait for the method that still runs in the thread. Returns whether it ended."""
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._idle.wait(), seconds)
+    async def until_idle(self, seconds: float | None) -> bool:
+        """Wait for the method that still runs in the thread; None: without a limit. Returns whether it ended."""
+        if self._last is not None:
+            await asyncio.wait({asyncio.wrap_future(self._last)}, timeout=seconds)
         return not self.busy
 
     def abandon(self) -> None:
         """Leave a thread that hangs behind; the next call gets a new one."""
         self.end()
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._last = None
 
     def end(self) -> None:
         """Let the thread end after what it runs."""
-        if self._jobs is not None:
-            self._jobs.put(None)
-            self._jobs = None
-
-    async def _in_thread(self, function: Callable[..., Any], *args: Any) -> Any:
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[Any] = loop.create_future()
-        idle = self._idle
-
-        def deliver(result: Any, error: BaseException | None) -> None:
-            idle.set()
-            if future.done():
-                return  # the loop is closed
-            if error is None:
-                future.set_result(result)
-            else:
-                future.set_exception(error)
-
-        def job() -> None:
-            result, failure = None, None
-            try:
-                result = function(*args)
-            except Exception as error:
-                failure = Exited(error) if isinstance(error, StopIteration) else error
-            except BaseException as error:
-                failure = Exited(error)
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(deliver, result, failure)
-
-        idle.clear()
-        self._thread_jobs().put(job)
-        return await future
-
-    def _thread_jobs(self) -> "queue.SimpleQueue[Callable[[], None] | None]":
-        if self._jobs is None:
-            self._jobs = queue.SimpleQueue()
-            threading.Thread(target=_work, args=(self._jobs,), name="environment", daemon=True).start()
-        return self._jobs
+        if self._thread is not None:
+            self._thread.shutdown(wait=False)
+            self._thread = None
 
 
-def _work(jobs: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
-    while (job := jobs.get()) is not None:
-        job()
+def _result_or_error(function: Callable[..., Any], *args: Any) -> tuple[Any, BaseException | None]:
+    """Call a function. Not every exception can be raised by a future."""
+    try:
+        return function(*args), None
+    except Exception as error:
+        return None, error
+    except BaseException as error:
+        return None, Exited(error)
 
 
 class Clock:

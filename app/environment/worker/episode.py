@@ -11,11 +11,11 @@ Invariants:
 import asyncio
 import traceback
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from app.environment.own import Stepwise, WrongValue, check_methods, score_of, scores_of, short
-from app.environment.protocol import EpisodeOver, Task
-from app.environment.rendering import Renderer
+from app.environment.own import WrongValue, check_methods, run_steps, score_of, scores_of, short
+from app.environment.protocol import EpisodeOver, Renderer, Task
 from app.environment.wire import End, Limits
 from app.environment.worker.calls import Calls, Clock, Exited
 from app.environment.worker.conversation import Framing
@@ -95,15 +95,13 @@ class Episode:
         late.cancel()
 
         if running.done():
-            return self._result(running)
+            return self._failure(running, self._clock.step) or running.result()
         if self._aborted.is_set():
             await self._cancel(running, RUN_END_TIMEOUT_S if self._at_once else self._limits.timeout_s)
             return Closed(self.number)
         step = self._clock.step
         await self._cancel(running, 0.0)
-        return Failed(
-            self.number, "late", f"{step} took longer than {self._limits.timeout_s:g} s, see environment.timeout_s"
-        )
+        return self._too_late(step)
 
     async def _late(self) -> None:
         """Return when a stretch of the environment's own code has taken too long."""
@@ -130,18 +128,12 @@ class Episode:
             self._stuck = True
             self._calls.abandon()
 
-    def _result(self, running: "asyncio.Future[End]") -> End | Failed:
-        if running.cancelled():
-            return Failed(self.number, "raised", f"{self._clock.step} raised CancelledError")
-        error = running.exception()
-        return running.result() if error is None else self._failed(error, self._clock.step)
-
     async def _run(self) -> End:
         await self._call(self._construct)
         run = getattr(self._environment, "run", None)
         if run is None:
             self._check()
-            run = Stepwise(self._environment, self._call).run
+            run = partial(run_steps, self._environment, self._call)
 
         self._clock.begin("run")
         try:
@@ -184,16 +176,20 @@ class Episode:
         await asyncio.wait({closing}, timeout=self._limits.timeout_s)
         if not closing.done():
             await self._cancel(closing, 0.0)
-            return Failed(
-                self.number, "late", f"close took longer than {self._limits.timeout_s:g} s, see environment.timeout_s"
-            )
-        if closing.cancelled():
-            return Failed(self.number, "raised", "close raised CancelledError")
-        error = closing.exception()
-        return None if error is None else self._failed(error, "close")
+            return self._too_late("close")
+        return self._failure(closing, "close")
 
-    def _failed(self, error: BaseException, step: str) -> Failed:
-        """Return a failure for what user code raised; its traceback goes to the log."""
+    def _too_late(self, step: str) -> Failed:
+        text = f"{step} took longer than {self._limits.timeout_s:g} s, see environment.timeout_s"
+        return Failed(self.number, "late", text)
+
+    def _failure(self, ended: "asyncio.Future[Any]", step: str) -> Failed | None:
+        """Return how user code that has ended failed, None if it did not; its traceback goes to the log."""
+        if ended.cancelled():
+            return Failed(self.number, "raised", f"{step} raised CancelledError")
+        error = ended.exception()
+        if error is None:
+            return None
         if isinstance(error, WrongValue):
             return Failed(self.number, "value", str(error))
         trace = "".join(traceback.format_exception(error))

@@ -9,13 +9,13 @@ import resource
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import astuple
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from app.environment.rendering import Renderer
-from app.environment.wire import CODEC, Answer, End, Limits, RendererChoice, SampleRequest
+from app.environment.protocol import Renderer
+from app.environment.wire import CODEC, Answer, End, Limits, SampleRequest
 from app.environment.worker.conversation import Framing
 from app.environment.worker.episode import Episode, Make
 from app.environment.worker.policy import EpisodePolicy
@@ -32,7 +32,7 @@ ENDPOINT = "app.environment.worker.openai_endpoint.endpoint"  # imported by its 
 def load(settings: Mapping[str, Any]) -> "EnvironmentHandler":
     """Load the environment and the renderer. Raises `LoadError`, whose message is a sentence."""
     make = _load_environment(settings)
-    renderer = _load_renderer(RendererChoice(**settings["renderer"]))
+    renderer = _load_renderer(settings["renderer"])
     _limit_memory(settings["memory_gib"])
     return EnvironmentHandler(make, renderer, Limits(**settings["limits"]), Framing.of(settings["environment"]))
 
@@ -82,13 +82,12 @@ class EnvironmentHandler:
     def _begin(self, begin: Begin) -> None:
         """Begin an episode. It is known at once: the next message may already close it."""
         number = begin.job
-        asks: set[int] = set()
-        seats: list[Any] = []  # at the endpoint
+        held = ExitStack()  # by the episode, until its end
 
         def url(policy: EpisodePolicy) -> str:
-            seats.append(self._endpoint().open(policy))
-            base_url: str = seats[-1].url
-            return base_url
+            seat = self._endpoint().open(policy)
+            held.callback(self._endpoint().shut, seat)
+            return str(seat.url)
 
         def ask(
             sequence: int, append: Sequence[int], max_tokens: int | None, logprobs: bool
@@ -96,7 +95,7 @@ class EnvironmentHandler:
             request = SampleRequest(number, next(self._numbers), sequence, append, max_tokens, logprobs)
             future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
             self._asks[request.number] = future
-            asks.add(request.number)
+            held.callback(self._asks.pop, request.number, None)
             self._lines.send(request)
             return future
 
@@ -105,11 +104,11 @@ class EnvironmentHandler:
         if self._beating is None:
             self._beating = asyncio.ensure_future(self._beat())
 
-        task = asyncio.ensure_future(self._play(episode, asks, seats))
+        task = asyncio.ensure_future(self._play(episode, held))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _play(self, episode: Episode, asks: Iterable[int], seats: Iterable[Any]) -> None:
+    async def _play(self, episode: Episode, held: ExitStack) -> None:
         number = episode.number
         outcome: End | Failed | Closed
         try:
@@ -120,10 +119,7 @@ class EnvironmentHandler:
             outcome = Failed(number, kind, f"the worker raised {error_text(error)}", stuck=True)
 
         del self._episodes[number]
-        for each in asks:
-            self._asks.pop(each, None)
-        for seat in seats:
-            self._endpoint().shut(seat)
+        held.close()
         self._lines.send(outcome)
 
     def _endpoint(self) -> Any:
@@ -148,8 +144,8 @@ def _load_environment(settings: Mapping[str, Any]) -> Make:
     """Return what makes an environment: what `make` of the module of this kind returns.
 
     Args:
-        settings: Of the worker. `make` gets them with those of `limits` and `environment` beside them. The
-            attribute `info` of what it returns, if there is one, goes to the driver.
+        settings: Of the worker. `make` gets them with those of `environment` beside them. The attribute `info` of
+            what it returns, if there is one, goes to the driver.
 
     Raises:
         LoadError: It cannot be loaded. The message is a sentence.
@@ -159,7 +155,7 @@ def _load_environment(settings: Mapping[str, Any]) -> Make:
     key = f"environment._target_={environment['target']}" if kind == "own" else f"environment={kind}"
     try:
         make: Callable[[Mapping[str, Any]], Make] = importlib.import_module(f"app.environment.{kind}").make
-        return make({**settings, **settings["limits"], **environment})
+        return make({**settings, **environment})
     except ValueError as error:
         raise LoadError(str(error)) from error  # a sentence of our own
     except LoadError as error:
@@ -169,18 +165,18 @@ def _load_environment(settings: Mapping[str, Any]) -> Make:
     raise LoadError(f"{key} cannot be used: {problem}; the interpreter is {sys.executable}.")
 
 
-def _load_renderer(choice: RendererChoice) -> Renderer:
+def _load_renderer(choice: Mapping[str, Any]) -> Renderer:
+    """Return `renderer_for` of these arguments. Raises `LoadError`, whose message is a sentence."""
     from app.environment.rendering import renderer_for
 
     try:
-        renderer: Renderer = renderer_for(*astuple(choice))
+        return renderer_for(**choice)
     except Exception as error:  # a missing package, or what a tokenizer's files hold
         problem = str(error) if isinstance(error, ValueError) else error_text(error)
         raise LoadError(
-            f"The renderer {choice.name} of {choice.model_path} cannot be used in {sys.executable}: "
+            f"The renderer {choice['name']} of {choice['model_path']} cannot be used in {sys.executable}: "
             f"{problem.rstrip('.')}."
         ) from error
-    return renderer
 
 
 def _limit_memory(gib: float) -> None:

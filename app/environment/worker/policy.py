@@ -12,8 +12,17 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from app.environment.protocol import EpisodeOver, Message, OutOfTime, OutOfTokens, OutOfTurns, Reply, Sampled, Tool
-from app.environment.rendering import Renderer
+from app.environment.protocol import (
+    EpisodeOver,
+    Message,
+    OutOfTime,
+    OutOfTokens,
+    OutOfTurns,
+    Renderer,
+    Reply,
+    Sampled,
+    Tool,
+)
 from app.environment.wire import Answer, Limits
 from app.environment.worker.calls import Clock
 from app.environment.worker.conversation import Conversation, Transcript, conversation_key, reasonings

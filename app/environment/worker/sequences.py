@@ -15,8 +15,7 @@ Invariants:
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from app.environment.protocol import Message, Reply, Tool
-from app.environment.rendering import Renderer
+from app.environment.protocol import Message, Renderer, Reply, Tool
 from app.environment.worker.conversation import Conversation, message_key, reasonings
 
 SHRINK = 0.9  # of the length that should fit, since tokens are not spread evenly

@@ -16,8 +16,8 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
@@ -42,7 +42,7 @@ class Seat:
 
 
 class Endpoint:
-    """The server of a worker. It listens from the first `open` on.
+    """The server of a worker. It listens from the first `open` on, until the worker's event loop ends.
 
     Args:
         loop: The worker's event loop, where policies are called. `open` and `shut` may be called in other threads.
@@ -57,8 +57,6 @@ class Endpoint:
         self._shared = secrets.token_urlsafe(24)
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
-        self._serving: Future[None] | None = None
-        self._closing = asyncio.Event()
 
     def open(self, policy: Policy, session: str | None = None) -> Seat:
         """Seat an episode.
@@ -85,36 +83,18 @@ class Endpoint:
         for task in tuple(seat.running):
             self._loop.call_soon_threadsafe(task.cancel)
 
-    async def close(self) -> None:
-        """Close the server and all connections. Idempotent."""
-        for seat in tuple(self._seats.values()):
-            self.shut(seat)
-        self._closing.set()
-        if self._serving is not None:
-            await asyncio.wrap_future(self._serving)
-
     def _listen(self) -> str:
         """Listen from now on, and return the server's origin."""
         with self._lock:
             if self._socket is None:
                 self._socket = socket.create_server(("127.0.0.1", 0), backlog=512)
-                self._serving = asyncio.run_coroutine_threadsafe(self._serve(self._socket), self._loop)
+                asyncio.run_coroutine_threadsafe(self._serve(self._socket), self._loop)
             return f"http://127.0.0.1:{self._socket.getsockname()[1]}"
 
     async def _serve(self, listening: socket.socket) -> None:
-        connections: set[asyncio.Task[None]] = set()
-
-        def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            task = self._loop.create_task(serve_connection(reader, writer, self._answer))
-            connections.add(task)
-            task.add_done_callback(connections.discard)
-
-        server = await asyncio.start_server(connected, sock=listening, limit=HEAD_BYTES)
-        await self._closing.wait()
-        server.close()
-        for task in connections:
-            task.cancel()
-        await asyncio.gather(*connections, return_exceptions=True)
+        connected = partial(serve_connection, handler=self._answer)
+        async with await asyncio.start_server(connected, sock=listening, limit=HEAD_BYTES) as server:
+            await server.serve_forever()
 
     async def _answer(self, request: HttpRequest) -> HttpAnswer:
         """Answer a request; errors have OpenAI's shape, and no client tries them again."""
@@ -163,10 +143,10 @@ class Endpoint:
             seat.running.discard(task)
 
     async def _chat(self, seat: Seat, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        request = openai_api.read_chat(body, seat.given)
+        messages, tools, max_tokens = openai_api.read_chat(body, seat.given)
         self._warn_of(openai_api.ignored_keys(body))
 
-        reply = await seat.policy(request.messages, tools=request.tools, max_tokens=request.max_tokens)
+        reply = await seat.policy(messages, tools=tools, max_tokens=max_tokens)
         seat.replies += 1
         message = openai_api.chat_message(reply, seat.replies)
         seat.given.setdefault(openai_api.key_of(openai_api.read_message(message)), []).append(reply.message)

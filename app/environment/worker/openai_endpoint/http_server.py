@@ -54,8 +54,8 @@ async def serve_connection(reader: asyncio.StreamReader, writer: asyncio.StreamW
                 return
     except Unreadable as error:
         await _write(writer, HttpAnswer(error.status, {"error": {"message": str(error)}}), close=True)
-    except (ConnectionError, asyncio.IncompleteReadError):
-        return  # the client went away
+    except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
+        return  # the client went away, or the event loop ends
     finally:
         writer.close()
 

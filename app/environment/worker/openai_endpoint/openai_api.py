@@ -3,7 +3,6 @@
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
@@ -47,15 +46,6 @@ def is_bad_request(error: BaseException) -> bool:
     return False
 
 
-@dataclass(frozen=True, slots=True)
-class ChatRequest:
-    """A request for one reply, with messages as the policy takes them."""
-
-    messages: list[Message]
-    tools: list[Tool] | None
-    max_tokens: int | None
-
-
 def read_json(body: bytes) -> dict[str, Any]:
     """The object that a request's body is."""
     try:
@@ -72,8 +62,10 @@ def ignored_keys(values: Mapping[str, Any]) -> list[str]:
     return [key for key in RUN_KEYS if values.get(key) is not None]
 
 
-def read_chat(body: Mapping[str, Any], given: Mapping[str, Sequence[Message]]) -> ChatRequest:
-    """Read a request to `chat/completions`.
+def read_chat(
+    body: Mapping[str, Any], given: Mapping[str, Sequence[Message]]
+) -> tuple[list[Message], list[Tool] | None, int | None]:
+    """Read a request to `chat/completions`: messages as the policy takes them, tools, and the most tokens to sample.
 
     Args:
         body: The request.
@@ -93,7 +85,7 @@ def read_chat(body: Mapping[str, Any], given: Mapping[str, Sequence[Message]]) -
     for place, key in enumerate(keys):
         if replies := given.get(key):
             read[place] = _match_reply(read[place], replies, keys[place:].count(key))
-    return ChatRequest(read, body.get("tools") or None, max_tokens_of(body))
+    return read, body.get("tools") or None, max_tokens_of(body)
 
 
 def _match_reply(message: Message, replies: Sequence[Message], left: int) -> Message:
