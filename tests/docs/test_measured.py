@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.bench.learning import RUNS
+from tests.compose import composed
 from tests.docs import measured
 from tests.docs.markdown import name
 
@@ -65,8 +66,11 @@ def test_a_placement_without_a_run_is_not_measured_yet(monkeypatch: pytest.Monke
     assert colocate == "- `colocate`: Not measured yet."
 
 
-def test_the_placements_quote_runs_of_the_learning_bench() -> None:
-    assert set(measured.PLACEMENT_RUNS.values()) <= set(RUNS)
+def test_the_learning_runs_compose_the_updates_a_step_that_they_were_measured_with() -> None:
+    recorded = {run["name"]: run["updates_per_step"] for run in measured.load("learning")["runs"]}
+    today = {name: composed(*RUNS[name].split()).algorithm.updates_per_step for name in recorded if name in RUNS}
+    assert recorded.items() >= today.items()
+    assert set(measured.PLACEMENT_RUNS.values()) <= set(today)
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
