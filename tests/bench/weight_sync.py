@@ -8,7 +8,6 @@ the ratios of each round, so that a busy machine disturbs both sides alike. Prin
 
 import shutil
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -69,26 +68,12 @@ class Receiver:
     """The receiving process of the bare broadcast."""
 
     def meet(self, port: int) -> None:
-        from torch.distributed.distributed_c10d import (
-            Backend,
-            GroupName,
-            PrefixStore,
-            _new_process_group_helper,
-            _world,
-        )
+        from sglang.srt.utils.common import init_custom_process_group
 
         torch.set_num_threads(1)
-        store = dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=120), wait_for_workers=False)
-        self.group, _ = _new_process_group_helper(
-            2,
-            1,
-            [],
-            Backend("gloo"),
-            PrefixStore("bare", store),
-            group_name=GroupName("bare"),
-            timeout=timedelta(seconds=120),
-        )
-        _world.pg_group_ranks[self.group] = {0: 0, 1: 1}
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        method = f"tcp://127.0.0.1:{port}"
+        self.group = init_custom_process_group("gloo", method, world_size=2, rank=1, group_name="bare")
 
     def receive(self, sizes: list[int]) -> None:
         buffer = torch.ones(max(sizes), dtype=torch.uint8)

@@ -19,7 +19,7 @@ from app.rollout.host import EngineHost, HostSpec
 from app.rollout.remote import RemoteEngine
 from app.rollout.server import ServerSpec
 from app.types import Completion, GroupRequest, Sampling
-from tests.fork_server import shared
+from tests.runs import shared_fork_server
 
 KEY = "a-key-that-nobody-may-see"
 HOT = 50.0  # a temperature at which every token is about as likely as any other
@@ -54,7 +54,7 @@ def server_spec(model: Path, folder: Path, *, name: str, **flags: object) -> Ser
         },
         environment={**DEVICE.engine_env, "OMP_NUM_THREADS": "1"},
         log=folder / f"{name.replace(' ', '_')}.log",
-        fork=shared(),
+        fork=shared_fork_server(),
     )
 
 
