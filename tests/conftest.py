@@ -15,8 +15,7 @@ import pytest
 from hypothesis import settings
 
 from tests.environment.pools import Maker
-from tests.fork_server import shared
-from tests.runs import Run
+from tests.runs import Run, shared_fork_server
 
 if TYPE_CHECKING:  # heavy: imported where used
     from app.rollout.remote import RemoteEngine
@@ -116,6 +115,11 @@ def ray_session() -> Iterator[None]:
     """One local Ray, with more CPU slots than cores: they are only places for actors."""
     import ray
 
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        from tests.parallel import uses_ray
+
+        file = os.environ["PYTEST_CURRENT_TEST"].partition("::")[0]
+        assert uses_ray(file), f"{file} is missing in RAY of tests/parallel.py"
     ray.init(
         address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, object_store_memory=256 * 1024 * 1024
     )
@@ -185,7 +189,7 @@ def server_spec(
         },
         environment={**DEVICE.engine_env, "OMP_NUM_THREADS": os.environ.get("BENCH_THREADS", "1")},
         log=folder / f"{name.replace(' ', '_')}.log",
-        fork=shared(),
+        fork=shared_fork_server(),
     )
 
 

@@ -1,5 +1,6 @@
 """Starts the application as its users do, and finds every process that it started."""
 
+import atexit
 import json
 import os
 import secrets
@@ -8,19 +9,31 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from app.cpu_engine.forked_server import SOCKET_VARIABLE
-from tests.fork_server import shared_socket
+from app.cpu_engine.forked_server import SOCKET_VARIABLE, ForkedProcess, fork_server
+from app.device.cpu import DEVICE
 
 MARK = "POSTTRAIN_TEST_RUN"
-
-
 KEEP_NOTHING = ("checkpoint.keep=0", "checkpoint.export=false")
+
+
+@cache
+def shared_fork_server() -> partial[ForkedProcess]:
+    """The fork server of all engines of a session, also of those of its runs. Returns `fork` of its socket.
+
+    It starts on first use and ends with this process.
+    """
+    stack = ExitStack()
+    fork = stack.enter_context(fork_server(DEVICE.engine_env, Path(os.devnull)))
+    atexit.register(stack.close)
+    assert isinstance(fork, partial)
+    return fork
 
 
 class Run:
@@ -44,6 +57,7 @@ class Run:
         self.output = folder / "output.txt"
         if not any(each.startswith(("checkpoint.", "mode=", "resume=")) for each in overrides):
             overrides = (*overrides, *KEEP_NOTHING)
+        fork = {} if imports_sglang else {SOCKET_VARIABLE: str(shared_fork_server().args[0])}
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(
                 [*prefix, sys.executable, "-m", module, *overrides, f"hydra.run.dir={self.folder}"],
@@ -51,7 +65,7 @@ class Run:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 process_group=0,
-                env={**os.environ, MARK: self.mark, **({} if imports_sglang else {SOCKET_VARIABLE: shared_socket()})},
+                env={**os.environ, MARK: self.mark, **fork},
             )
 
     def wait(self, seconds: float = 280) -> int:

@@ -13,8 +13,15 @@ from statistics import median
 from typing import TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.progress import Task as RichTask
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.text import Text
 
 from app.config import Mode, RunConfig
@@ -150,7 +157,9 @@ class RunConsole:
                 MofNCompleteColumn(),
                 TextColumn("·"),
                 TimeElapsedColumn(),
-                _Remaining(),
+                TextColumn("·"),
+                TimeRemainingColumn(),
+                TextColumn("left"),
                 TextColumn("{task.fields[status]}", style="dim", markup=False),
                 console=self._console,
                 expand=True,
@@ -199,19 +208,6 @@ def kept_of(checkpoint: CheckpointConfig) -> str:
     if not kept:
         return "keeps no model: checkpoint.keep=0, checkpoint.export=false"
     return f"keeps {' and '.join(kept)}"
-
-
-class _Remaining(TextColumn):
-    """Time left, from the mean step time since the start or the resume."""
-
-    def __init__(self) -> None:
-        super().__init__("")
-
-    def render(self, task: RichTask) -> Text:
-        left = task.time_remaining
-        if left is None or not task.completed:
-            return Text()
-        return Text(f"· {duration(left)} left", "cyan")
 
 
 def step_line(step: int, steps: int, metrics: Mapping[str, float], *, bar: bool) -> Text:

@@ -53,14 +53,14 @@ def grouped(metrics: Mapping[str, float | None]) -> dict[str, float]:
 class Progress:
     """`tracking/<dashboard>.json`: the dashboard's run id and the last step that it confirmed, for resumed runs.
 
-    A step that was sent is saved only by `confirm`: a helper process that is killed loses what it has not written.
+    Attributes:
+        held: The last step that the dashboard has from earlier attempts; -1 if there is none.
     """
 
     def __init__(self, path: Path, *, resumed: bool) -> None:
         self._path = path
         self._content = json.loads(path.read_text(encoding="utf-8")) if resumed and path.exists() else {}
-        self._held = int(self._content.get("last_step", -1))
-        self._last_sent = self._held
+        self.held = int(self._content.get("last_step", -1))
 
     @property
     def run_id(self) -> str | None:
@@ -72,26 +72,9 @@ class Progress:
         self._content["run_id"] = run_id
         self._write()
 
-    @property
-    def held(self) -> int:
-        """The last step that the dashboard has from earlier attempts; -1 if there is none."""
-        return self._held
-
-    def holds(self, step: int) -> None:
-        """Note that the dashboard itself names `step` as the last one of earlier attempts."""
-        self._held = max(self._held, step)
-
-    def is_new(self, step: int) -> bool:
-        """Whether the dashboard has this step from no earlier attempt."""
-        return step > self._held
-
-    def sent(self, step: int) -> None:
-        """Note that this step was sent; `confirm` saves it."""
-        self._last_sent = max(self._last_sent, step)
-
-    def confirm(self) -> None:
-        """Save that the dashboard has every step that was sent."""
-        self._content["last_step"] = max(self._held, self._last_sent)
+    def confirm(self, step: int) -> None:
+        """Save that the dashboard has every step up to this one, which was sent: it may lose it until then."""
+        self._content["last_step"] = max(self.held, step)
         self._write()
 
     def _write(self) -> None:

@@ -111,7 +111,8 @@ def evaluation_rows(results: Mapping[str, Mapping[str, float]]) -> list[list[str
     set         prompts  accuracy       pass@2  pass@4  tokens  truncated
     arithmetic  200      34.5% ± 3.4%   41.0%   47.5%   5.2     0.0%
     """
-    passes = sorted({name for metrics in results.values() for name in metrics if name.startswith("pass@")}, key=_k)
+    found = {name for metrics in results.values() for name in metrics if name.startswith("pass@")}
+    passes = sorted(found, key=lambda name: int(name.removeprefix("pass@")))
     rows = [["set", "prompts", "accuracy", *passes, "tokens", "truncated"]]
     for name, metrics in results.items():
         accuracy = measured(metrics.get("accuracy"), percent)
@@ -128,7 +129,3 @@ def evaluation_rows(results: Mapping[str, Mapping[str, float]]) -> list[list[str
             ]
         )
     return rows
-
-
-def _k(name: str) -> int:
-    return int(name.removeprefix("pass@"))

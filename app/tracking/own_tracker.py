@@ -32,16 +32,17 @@ class OwnTracker:
         self._tracker.log(step, metrics)
 
     def alert(self, step: int, title: str, text: str) -> None:
-        self._optional("alert")(step, title, text)
+        self._optional("alert", step, title, text)
 
     def samples(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        self._optional("samples")(step, name, rows)
+        self._optional("samples", step, name, rows)
 
     def close(self, status: str) -> None:
-        self._optional("close")(status)
+        self._optional("close", status)
 
-    def _optional(self, method: str) -> Callable[..., None]:
-        return getattr(self._tracker, method, _nothing)
+    def _optional(self, method: str, *arguments: object) -> None:
+        if hasattr(self._tracker, method):
+            getattr(self._tracker, method)(*arguments)
 
 
 def require_trackers(config: TrackingConfig) -> None:
@@ -56,7 +57,3 @@ def _problem(args: Mapping[str, Any], made: Callable[..., Any]) -> str | None:
     inspect.signature(made).bind(None, **args)
     lacks = inspect.isclass(made) and not callable(getattr(made, "log", None))
     return "it has no method log" if lacks else None
-
-
-def _nothing(*_: object) -> None:
-    """Stands for a method that the tracker does not have."""

@@ -23,7 +23,7 @@ from app.stop import stop_reason
 from app.tracking import dashboards
 from app.tracking.console import RunConsole
 from app.tracking.dashboard import DashboardOptions
-from app.tracking.rules.table import Alarms
+from app.tracking.rules import Alarms
 from app.tracking.run_folder import PROMPTS, WARNINGS, aside, metrics_file, samples, summary, timeline
 from app.tracking.run_folder.samples import Decode
 from app.tracking.run_folder.summary import Status, Summary
@@ -128,10 +128,10 @@ class RunFolderRecorder:
         self._record(step, metrics)
         self._console.step(step, metrics)
 
-        for alarm in self._alarms.check(step, metrics):
-            self.warn(f"step {step}: {alarm.text}")
+        for name, text in self._alarms.check(step, metrics).items():
+            self.warn(f"step {step}: {text}")
             for dashboard in self._open_dashboards():
-                dashboard.alert(step, alarm.name, alarm.text)
+                dashboard.alert(step, name, text)
 
         self._try(timeline.NAME, partial(self.timeline.write_if_due, self.folder))
 

@@ -67,16 +67,17 @@ class WeightsAndBiases:
             options.warn(f"wandb records this run offline: {one_line(error)} To upload it, run: {upload}")
             self._run = start(mode="offline")
         self._progress.opened(run_id)
+        self._sent = -1  # the last step; lost if the helper process is killed before it has written it
         if options.resumed_at is not None:
             # Online the server names the first step that it lacks; offline it is 0.
-            self._progress.holds(self._run.starting_step - 1)
+            self._progress.held = max(self._progress.held, self._run.starting_step - 1)
             self._warn_about_kept_steps(options, options.resumed_at)
             self._send_again(options, options.resumed_at)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        if self._progress.is_new(step):
+        if step > self._progress.held:
             self._run.log(dict(metrics), step=step)
-            self._progress.sent(step)
+            self._sent = step
 
     def _warn_about_kept_steps(self, options: DashboardOptions, resumed_at: int) -> None:
         last = self._progress.held
@@ -97,7 +98,7 @@ class WeightsAndBiases:
         self._run.alert(title=title, text=f"step {step}: {text}", level="WARN")
 
     def samples(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        if self._progress.is_new(step):
+        if step > self._progress.held:
             self._run.log({f"samples/{name}": table(rows)}, step=step)
 
     def close(self, status: str) -> None:
@@ -105,7 +106,7 @@ class WeightsAndBiases:
 
         self._run.summary["status"] = status
         self._run.finish(exit_code=EXIT_CODES.get(status, 1))  # returns when everything is written or sent
-        self._progress.confirm()
+        self._progress.confirm(self._sent)
         wandb.teardown()  # the helper is of this run; the next run of this process (in a sweep) starts a new one
 
 

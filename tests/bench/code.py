@@ -5,13 +5,11 @@
 Prints one JSON line. The machine is looked at before each round.
 """
 
-import argparse
 import time
-from pathlib import Path
 from typing import Any
 
 from app.reward.code.sandbox import NAMESPACES, PROCESS, available
-from tests.bench.machine import busy, conditions, machine, publish, spread
+from tests.bench.machine import Options, busy, conditions, machine, publish, spread
 from tests.reward.scorers import running_scorer, trajectory
 
 PROGRAM = "```python\nimport math\ndef root(n):\n    return math.isqrt(n)\n```"
@@ -53,11 +51,9 @@ def measure(rounds: int, programs: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--programs", type=int, default=400)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
+    options = Options(__doc__)
+    options.add_argument("--programs", type=int, default=400)
+    given, _ = options.parse()
     publish(measure(given.rounds, given.programs), given.out)
 
 

@@ -14,13 +14,12 @@ and what each step asks every engine, are answered inside the driver on both sid
 engine is given separately.
 """
 
-import argparse
 import asyncio
 import os
 import random
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +41,8 @@ from app.types import (
     SyncReport,
     VersionSpan,
 )
-from tests.bench.cpu_parts import CpuTime, cpu_time
-from tests.bench.machine import MIB, busy, conditions, machine, publish, spread
+from tests.bench.machine import MIB, Options, busy, conditions, machine, publish, spread
 from tests.simulation import SimSync, SimTrainer, World, config
-from tests.tiny_models.tokenizer import build_tokenizer
 
 ENGINES, GROUP, TOKENS = 1000, 8, 8000
 PROMPTS, STEPS = 250, 6  # groups a step
@@ -148,13 +145,13 @@ class Actors:
     async def call_us(self) -> float:
         """Return the CPU microseconds of one call of an engine, in a round of calls of all of them."""
         pool = EnginePool([RemoteEngine(f"engine {index}", self.hosts[index % HOSTS]) for index in range(ENGINES)])
-        with cpu_time() as spent:
-            assert len(await pool.each(RolloutEngine.memory)) == ENGINES
-        return spent.process / ENGINES * 1e6
+        began = time.process_time()
+        assert len(await pool.each(RolloutEngine.memory)) == ENGINES
+        return (time.process_time() - began) / ENGINES * 1e6
 
 
-def run_once(actors: Actors | None, *, sampled: bool = False) -> CpuTime:
-    """Return the CPU time of a whole run in this process."""
+def run_once(actors: Actors | None) -> float:
+    """Return the CPU microseconds of a whole run in this process, per completion."""
     settings = config(
         steps=STEPS,
         prompts_per_step=PROMPTS,
@@ -168,32 +165,18 @@ def run_once(actors: Actors | None, *, sampled: bool = False) -> CpuTime:
         trainer = actors.trainer(Path(name)) if actors else SimTrainer(seconds=TRAIN_SECONDS)
         world = World(settings, Path(name), rows=5000, eval_rows=1, trainer=trainer)
 
-        async def scenario() -> CpuTime:
+        async def scenario() -> float:
             world.recorder = recorder  # type: ignore[assignment]
             parts = world.context()
             parts.weight_sync.synchronizer = NoSync([], settings.placement.in_flight)
             replies = Replies()
             local = [LocalEngine(f"engine {index}", replies) for index in range(ENGINES)]
             EnginePool.__init__(parts.pool, actors.engines() if actors else local)
-            with cpu_time(sampled=sampled) as spent:
-                await FullyAsync(parts).run()
-            return spent
+            began = time.process_time()
+            await FullyAsync(parts).run()
+            return time.process_time() - began
 
-        return asyncio.run(scenario())
-
-
-def decode_us() -> float:
-    """Return the CPU microseconds of decoding one completion on the driver."""
-    decoder, rng = build_tokenizer(TOKENS), np.random.default_rng(0)
-    tokens = rng.integers(5, 99, TOKENS, dtype=np.int32)
-    started = time.process_time()
-    for _ in range(20):
-        decoder.decode(tokens.tolist(), skip_special_tokens=True)
-    return (time.process_time() - started) / 20 * 1e6
-
-
-def per_completion(seconds: float) -> float:
-    return round(seconds / COMPLETIONS * 1e6, 1)
+        return round(asyncio.run(scenario()) / COMPLETIONS * 1e6, 1)
 
 
 def one_round(actors: Actors) -> dict[str, Any]:
@@ -201,41 +184,29 @@ def one_round(actors: Actors) -> dict[str, Any]:
     with_ray, without = run_once(actors), run_once(None)
     return {
         "before": before,
-        "us": per_completion(with_ray.process),
-        "us_of_main_thread": per_completion(with_ray.main_thread),
-        "us_without_ray": per_completion(without.process),
-        "us_of_ray": per_completion(with_ray.process - without.process),
+        "us": with_ray,
+        "us_without_ray": without,
+        "us_of_ray": round(with_ray - without, 1),
         "us_of_an_engine_call": round(asyncio.run(actors.call_us()), 1),
     }
 
 
-def parts_us(actors: Actors | None) -> dict[str, float]:
-    """Return the microseconds of each part, from a run of its own."""
-    spent = run_once(actors, sampled=True)
-    parts = {part: per_completion(seconds) for part, seconds in spent.parts.items()}
-    return {**parts, **({"Ray's threads": per_completion(spent.other_threads)} if actors else {})}
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
-
+    given, _ = Options(__doc__).parse()
     actors = Actors()
     rounds = [one_round(actors) for _ in range(given.rounds)]
-    show: Callable[[str], dict[str, float]] = lambda name: spread((each[name] for each in rounds), 1)  # noqa: E731
+    us, ray, without, call = (
+        spread((each[name] for each in rounds), 1)
+        for name in ("us", "us_of_ray", "us_without_ray", "us_of_an_engine_call")
+    )
     result = {
         "benchmark": "controller",
-        "driver_cpu_us_per_completion": show("us"),
-        "of_them_ray": show("us_of_ray"),
-        "without_ray": show("us_without_ray"),
+        "driver_cpu_us_per_completion": us,
+        "of_them_ray": ray,
+        "without_ray": without,
         "ray_share": spread((each["us_of_ray"] / each["us"] for each in rounds), 2),
-        "us_of_an_engine_call": show("us_of_an_engine_call"),
+        "us_of_an_engine_call": call,
         "target_us": TARGET_US,
-        "parts_us": parts_us(actors),
-        "parts_us_without_ray": parts_us(None),
-        "decoding_here_would_add_us": round(decode_us(), 1),
         "completions": COMPLETIONS,
         "engines": ENGINES,
         "tokens_per_completion": TOKENS,

@@ -4,38 +4,27 @@ A model of Qwen3-0.6B's shapes (596 M parameters in bf16), one trainer rank with
 this machine's CPU, `collective` over loopback. Every round: a full sync, a step of AdamW (betas 0.9 and 0.999,
 gradients of a signal-to-noise ratio of 0.1, moments kept in bf16 to save memory), a delta sync, and the engine's
 checksum after it compared with the one after the next full sync. First some steps without a sync, since Adam's first
-ones are its largest. The table of changed fractions has torch's AdamW in float32 on a sample of weights. Prints one
-JSON line.
+ones are its largest. Prints one JSON line.
 """
 
-import argparse
 import statistics
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from app.config.device import Dtype
-from app.config.weight_sync import SyncMode, Verify
-from app.types import InFlight, SyncReport
-from app.weight_sync.delta import is_comparable
-from app.weight_sync.snapshot import ShardSnapshot
-from app.weight_sync.synchronizer import BucketedWeightSynchronizer
-from app.weight_sync.transport.base import SENDER_EXTENSION
-from tests.bench.machine import machine, print_result, spread
+from app.config.weight_sync import SyncMode
+from app.types import SyncReport
+from tests.bench.machine import Options, machine, print_result, spread
 from tests.bench.random_model import QWEN3_06B, save_random_qwen3
-from tests.bench.weight_sync import ratio
+from tests.bench.weight_sync import a_synchronizer
 
 BETAS, EPSILON, SIGNAL = (0.9, 0.999), 1e-8, 0.1
-RATES = (1e-6, 3e-6, 1e-5)
 WARM_STEPS = 5
-SAMPLE = 2**22  # elements
 SLICE = 2**23  # elements that a step works on at once
-TABLE_STEPS = 30
 
 
 class Adam:
@@ -72,27 +61,6 @@ def _step(master: torch.Tensor, mean: torch.Tensor, square: torch.Tensor, step: 
     master.addcdiv_(mean.float(), root, value=-rate / (1 - BETAS[0] ** step))
 
 
-def changed_fractions() -> dict[str, dict[str, float]]:
-    """Return, by learning rate, the fraction of bf16 values that a step changes: Adam's first step, and later ones."""
-    table = {}
-    for rate in RATES:
-        torch.manual_seed(0)
-        master = torch.nn.Parameter(0.02 * torch.randn(SAMPLE))
-        optimizer = torch.optim.AdamW([master], lr=rate, betas=BETAS, eps=EPSILON, weight_decay=0.01)
-        snapshot = ShardSnapshot(master.detach(), torch.bfloat16, on_host=False)
-        snapshot.replace(master.detach())
-        fractions = []
-        for _ in range(TABLE_STEPS):
-            master.grad = torch.randn(SAMPLE) + SIGNAL
-            optimizer.step()
-            fractions.append(snapshot.diff_and_replace(master.detach())[0].numel() / SAMPLE)
-        table[f"{rate:g}"] = {
-            "first_step": round(fractions[0], 4),
-            "settled": round(statistics.mean(fractions[-5:]), 4),
-        }
-    return table
-
-
 class PrefixedTrainer:
     """The trainer with prefixed extension names, so that two synchronizers have a sender each."""
 
@@ -117,7 +85,6 @@ class Rounds:
     """Full and delta syncs of the same weights, by mode."""
 
     reports: Mapping[str, list[SyncReport]] = field(default_factory=lambda: {"full": [], "delta": []})
-    cpu_seconds: Mapping[str, list[float]] = field(default_factory=lambda: {"full": [], "delta": []})
     equal: list[bool] = field(default_factory=list)  # whether a delta left what a full sync would
 
     def totals(self, mode: str) -> list[float]:
@@ -139,32 +106,27 @@ class Rounds:
 
 
 async def side_by_side(
-    trainer: Any, engine: Any, folder: Path, *, rounds: int, rate: float, bucket_mib: float, servers: Sequence[Any] = ()
+    trainer: Any, engine: Any, folder: Path, *, rounds: int, rate: float, bucket_mib: float
 ) -> Rounds:
-    """Measure a full sync, then a step and a delta sync, and compare with the next full one. `servers`: processes."""
+    """Measure a full sync, then a step and a delta sync, and compare with the next full one."""
     from app.rollout.remote import RemoteEngine
     from tests.weight_sync.support import checksum
 
     await trainer.attach("adam", Adam)
     await trainer.call("adam", Adam.step, rate=rate, count=WARM_STEPS)
-    full = await a_synchronizer(PrefixedTrainer(trainer, "full_"), engine, folder, SyncMode.full, bucket_mib)
-    delta = await a_synchronizer(PrefixedTrainer(trainer, "delta_"), engine, folder, SyncMode.delta, bucket_mib)
+    full, delta = [
+        await a_synchronizer("collective", PrefixedTrainer(trainer, f"{mode.name}_"), engine, folder, bucket_mib, mode)
+        for mode in (SyncMode.full, SyncMode.delta)
+    ]
     await full.sync(0)
-    processes = [psutil.Process(await trainer.ranks[0].pid.remote()), *servers]
     found = Rounds()
-
-    async def measured(name: str, synchronizer: BucketedWeightSynchronizer, version: int) -> None:
-        before = cpu_seconds(processes)
-        found.reports[name].append(await synchronizer.sync(version))
-        found.cpu_seconds[name].append(cpu_seconds(processes) - before)
-
     for version in range(1, rounds + 1):
-        await measured("full", full, 10 * version)
+        found.reports["full"].append(await full.sync(10 * version))
         # the full sync above left the engine no version to base a delta on: present it as a new engine
         delta.set_engines({0: RemoteEngine(engine.name, engine.actor)})
         await delta.sync(10 * version + 1)
         await trainer.call("adam", Adam.step, rate=rate)
-        await measured("delta", delta, 10 * version + 2)
+        found.reports["delta"].append(await delta.sync(10 * version + 2))
         after_delta = await checksum(engine)
         await full.sync(10 * version + 3)
         found.equal.append(await checksum(engine) == after_delta)
@@ -177,13 +139,9 @@ async def measure(rounds: int, rate: float, bucket_mib: float, folder: Path) -> 
 
     model = save_random_qwen3(folder / "model", QWEN3_06B)
     engine = make_engine(model, folder, dtype="bfloat16", max_total_tokens=2048, log_level="warning")
-    info = await engine.start(600)
+    await engine.start(600)
     trainer = await started(make_trainer(model, folder, dtype=Dtype.bfloat16), weights=False)
-    server = psutil.Process(info["pid"])
-    servers = [server, *server.children(recursive=True)]
-    found = await side_by_side(
-        trainer, engine, folder, rounds=rounds, rate=rate, bucket_mib=bucket_mib, servers=servers
-    )
+    found = await side_by_side(trainer, engine, folder, rounds=rounds, rate=rate, bucket_mib=bucket_mib)
     parameters = found.reports["full"][0].bytes // 2
     return {
         "what": "delta",
@@ -192,60 +150,11 @@ async def measure(rounds: int, rate: float, bucket_mib: float, folder: Path) -> 
         "lr": rate,
         "bucket_mib": bucket_mib,
         **found.result(),
-        # of both sides; no neighbour changes that much
-        "cpu_seconds_over_full": ratio(found.cpu_seconds["delta"], found.cpu_seconds["full"]),
-        "median_cpu_seconds": {mode: median(values) for mode, values in found.cpu_seconds.items()},
-        "parts_of_a_delta": await parts(trainer, rate),
         "targets": {"bytes_over_full": 0.02, "seconds_over_full": 0.35},
         "sender_extra_bytes": 2 * parameters,
-        "changed_fraction_by_lr": changed_fractions(),
         "rounds": rounds,
         "machine": machine(),
     }
-
-
-async def a_synchronizer(
-    ranks: Any, engine: Any, folder: Path, mode: SyncMode, bucket_mib: float
-) -> BucketedWeightSynchronizer:
-    from tests.weight_sync.support import make_synchronizer
-
-    return await make_synchronizer(
-        "collective",
-        ranks,
-        [engine],
-        folder,
-        bucket_mib=bucket_mib,
-        verify=Verify.never,
-        in_flight=InFlight.retract,
-        timeout_s=300,
-        mode=mode,
-    )
-
-
-class Compare:
-    """An extension of a trainer rank: the cost of comparing, without sending."""
-
-    def __init__(self, trainer_rank: Any) -> None:
-        self.delta_encoder = trainer_rank.extensions[f"delta_{SENDER_EXTENSION}"].delta_encoder
-        self.buckets = trainer_rank.extensions[f"delta_{SENDER_EXTENSION}"].buckets
-
-    def compare(self) -> float:
-        """Return the seconds to compare all shards with their snapshots."""
-        began = time.perf_counter()
-        for bucket in self.buckets:
-            self.delta_encoder._changes([meta for meta in bucket.tensors if is_comparable(meta)])
-        return time.perf_counter() - began
-
-
-async def parts(trainer: Any, rate: float) -> dict[str, float]:
-    await trainer.attach("compare", Compare)
-    await trainer.call("adam", Adam.step, rate=rate)
-    changing = (await trainer.call("compare", Compare.compare))[0]
-    return {"compare_seconds": round(changing, 3)}
-
-
-def cpu_seconds(processes: list[psutil.Process]) -> float:
-    return sum(sum(process.cpu_times()[:2]) for process in processes)
 
 
 def phases(reports: list[SyncReport]) -> dict[str, float]:
@@ -256,14 +165,17 @@ def median(values: Any) -> float:
     return round(statistics.median(values), 4)
 
 
+def options() -> Options:
+    """The arguments of this benchmark and of the one over a link."""
+    made = Options(__doc__)
+    made.add_argument("--lr", type=float, default=1e-6)
+    made.add_argument("--bucket-mib", type=float, default=512.0)
+    return made
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--lr", type=float, default=1e-6)
-    parser.add_argument("--bucket-mib", type=float, default=512.0)
-    parser.add_argument("--out", type=Path)
-    chosen = parser.parse_args()
-    print_result(lambda folder: measure(chosen.rounds, chosen.lr, chosen.bucket_mib, folder), chosen.out)
+    given, _ = options().parse()
+    print_result(lambda folder: measure(given.rounds, given.lr, given.bucket_mib, folder), given.out)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ proportional set size summed over all processes of a run. Ratios are medians of 
 rounds and settings in FILE, which is written after each of them. Prints one JSON line.
 """
 
-import argparse
 import json
 import os
 import random
@@ -35,8 +34,8 @@ from typing import Any
 import psutil
 
 from app.types import Trajectory
-from tests.bench.machine import busy, conditions, earlier_result, machine, pss_by_process, spread
-from tests.bench.trl_baseline import VOCABULARY, save_baseline_model
+from tests.bench.machine import Options, busy, conditions, machine, pss_by_process, spread
+from tests.bench.random_model import VOCABULARY, save_baseline_model
 
 WARM_UP = 1  # steps that are not counted
 TRL_SETTINGS = ("--microbatch", "8")  # rows; of the rounds
@@ -291,43 +290,29 @@ def summary(rounds: list[dict[str, Any]], tuning: dict[str, Any], steps: int) ->
     }
 
 
-def compare(workload: Workload, *, rounds: int, tune: bool, steps: int, out: Path | None, add: bool) -> dict[str, Any]:
-    earlier = earlier_result(out, add=add)
-    measured, tuning = earlier.get("rounds", []), earlier.get("tuning", {})
+def main() -> None:
+    options = Options(__doc__, adds=True)
+    options.add_argument("--peer", required=True, help="Python interpreter of an environment with TRL")
+    options.add_argument("--tune", action="store_true", help="then run TRL with other settings")
+    options.add_argument("--steps", type=int, default=4, help="of each run, after one that is not counted")
+    given, earlier = options.parse()
+    rounds, tuning = earlier.get("rounds", []), earlier.get("tuning", {})
 
     def result() -> dict[str, Any]:
-        found = summary(measured, tuning, steps)
-        if out:
-            out.write_text(json.dumps(found) + "\n")
+        found = summary(rounds, tuning, given.steps)
+        if given.out:
+            given.out.write_text(json.dumps(found) + "\n")
         return found
 
-    for _ in range(rounds):
-        measured.append(workload.round())
-        result()
-    for name, settings in TUNED_SETTINGS.items() if tune else ():
-        tuning[name] = workload.measure("trl", settings)
-        result()
-    return result()
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peer", required=True, help="Python interpreter of an environment with TRL")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--tune", action="store_true", help="then run TRL with other settings")
-    parser.add_argument("--steps", type=int, default=4, help="of each run, after one that is not counted")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--add", action="store_true", help="add to what is in the file of --out")
-    chosen = parser.parse_args()
-    if chosen.add and chosen.out is None:
-        parser.error("--add needs --out FILE")
-
     with tempfile.TemporaryDirectory() as folder:
-        workload = Workload(chosen.peer, chosen.steps, Path(folder))
-        found = compare(
-            workload, rounds=chosen.rounds, tune=chosen.tune, steps=chosen.steps, out=chosen.out, add=chosen.add
-        )
-    print(json.dumps(found))
+        workload = Workload(given.peer, given.steps, Path(folder))
+        for _ in range(given.rounds):
+            rounds.append(workload.round())
+            result()
+        for name, settings in TUNED_SETTINGS.items() if given.tune else ():
+            tuning[name] = workload.measure("trl", settings)
+            result()
+    print(json.dumps(result()))
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import median_high
 from typing import Any
 
 from app.config import RunConfig
@@ -207,8 +208,8 @@ def read_run(config: RunConfig, folder: Path, _output: str) -> tuple[dict[str, A
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "time/step" in line][1:]
     kind = config.device.kind.name
-    values = {name: median([step[name] for step in steps if name in step]) for name in SHOWN}
-    values = {name: value for name, value in values.items() if value is not None}
+    measured = {name: [step[name] for step in steps if name in step] for name in SHOWN}
+    values = {name: median_high(found) for name, found in measured.items() if found}
 
     on_policy = [step["mismatch/kl"] for step in steps if step["staleness/max"] == 0]
     stalest = max(step["staleness/max"] for step in steps)
@@ -374,10 +375,6 @@ def card_expectation(config: RunConfig, peak_mib: float) -> Expectation:
     planned = plan_memory(config, device, model, engine_flags(config, device)).peak_phase.bytes / MIB
     met = peak_mib <= MEMORY_TOLERANCE * planned
     return Expectation("memory of a card, MiB", peak_mib, f"the plan's {planned:,.0f}, 10 % above at most", met)
-
-
-def median(values: Sequence[float]) -> float | None:
-    return sorted(values)[len(values) // 2] if values else None
 
 
 def last_line(text: str) -> str:

@@ -18,7 +18,7 @@ import numpy as np
 
 from app.rollout.remote import RemoteEngine
 from app.types import GroupRequest, Sampling
-from tests.bench.machine import busy, conditions, earlier_result, machine, print_result, spread
+from tests.bench.machine import Options, busy, conditions, machine, print_result, spread
 
 GROUP_SIZE = 8
 PROMPT_TOKENS = 16
@@ -69,13 +69,13 @@ async def measure(model: Path, rounds: int, max_tokens: int, folder: Path) -> di
     return results
 
 
-async def all_models(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
+async def all_models(given: argparse.Namespace, earlier: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Measure each model, or the one that is asked for."""
     from app.config.model import ModelConfig
     from app.model.hf_directory import locate
-    from tests.bench.trl_baseline import save_baseline_model
+    from tests.bench.random_model import save_baseline_model
 
-    results = {name: result for name, result in earlier_result(given.out, add=given.add).items() if name in MODELS}
+    results = {name: result for name, result in earlier.items() if name in MODELS}
     for name in MODELS if given.only is None else [given.only]:
         path = locate(ModelConfig()) if name == TINY else save_baseline_model(folder / "baseline")
         results[name] = await measure(path, given.rounds, given.max_tokens, folder)
@@ -90,14 +90,11 @@ async def all_models(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--max-tokens", type=int, default=256)
-    parser.add_argument("--only", choices=MODELS)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--add", action="store_true", help="add the model to those in FILE")
-    arguments = parser.parse_args()
-    print_result(lambda folder: all_models(arguments, folder), arguments.out)
+    options = Options(__doc__, adds=True)
+    options.add_argument("--max-tokens", type=int, default=256)
+    options.add_argument("--only", choices=MODELS)
+    given, earlier = options.parse()
+    print_result(lambda folder: all_models(given, earlier, folder), given.out)
 
 
 if __name__ == "__main__":

@@ -6,12 +6,12 @@ the trainer is the link. Model, steps and syncs are those of `tests.bench.delta`
 they are removed in the end, also after a failure. Prints one JSON line.
 """
 
-import argparse
 import os
 import shutil
 import signal
 import subprocess
 import sys
+from argparse import SUPPRESS
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ from app.config.device import Dtype
 from app.rollout.server import KEY_VARIABLE, ServerSpec
 from app.utils.net import url_of
 from app.utils.process import PARENT_VARIABLE, package_path
-from tests.bench.delta import side_by_side
+from tests.bench.delta import options, side_by_side
 from tests.bench.machine import machine, print_result
 from tests.bench.random_model import QWEN3_06B, save_random_qwen3
 
@@ -155,14 +155,11 @@ async def measure(link: Link, rounds: int, rate: float, bucket_mib: float, folde
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--lr", type=float, default=1e-6)
-    parser.add_argument("--bucket-mib", type=float, default=512.0)
+    parser = options()
+    parser.description = __doc__
     parser.add_argument("--megabit", type=int, default=1000)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--inside", type=int, help=argparse.SUPPRESS)  # of the link of this number
-    chosen = parser.parse_args()
+    parser.add_argument("--inside", type=int, help=SUPPRESS)  # of the link of this number
+    chosen, _ = parser.parse()
     if chosen.inside is not None:
         link = Link.named(chosen.megabit, chosen.inside)
         print_result(lambda folder: measure(link, chosen.rounds, chosen.lr, chosen.bucket_mib, folder), chosen.out)

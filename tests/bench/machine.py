@@ -1,5 +1,6 @@
 """The machine of a measurement, and memory from /proc."""
 
+import argparse
 import asyncio
 import json
 import os
@@ -18,6 +19,26 @@ import psutil
 MIB = 1024 * 1024
 IDLE_CORES = 0.25  # a machine whose other work takes more than this is busy
 SCAN_INTERVAL_S = 2.0
+
+
+class Options(argparse.ArgumentParser):
+    """The arguments of a benchmark: `--rounds` and `--out`, and with `adds` also `--add`."""
+
+    def __init__(self, description: str | None, *, rounds: int = 3, adds: bool = False) -> None:
+        super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+        self.add_argument("--rounds", type=int, default=rounds)
+        self.add_argument("--out", type=Path, help="also write the result to this file")
+        if adds:
+            self.add_argument("--add", action="store_true", help="add to what is in the file of --out")
+
+    def parse(self) -> tuple[argparse.Namespace, dict[str, Any]]:
+        """Return the arguments, and the result that `--add` adds to: empty if there is none yet."""
+        given = self.parse_args()
+        if not getattr(given, "add", False):
+            return given, {}
+        if given.out is None:
+            self.error("--add needs --out FILE")
+        return given, json.loads(given.out.read_text()) if given.out.exists() else {}
 
 
 def machine(*packages: str) -> dict[str, Any]:
@@ -46,11 +67,6 @@ def busy(before: Iterable[dict[str, float]]) -> bool:
     if found:
         print("the machine is busy with other work: this result is marked `busy`", file=sys.stderr)
     return found
-
-
-def earlier_result(out: Path | None, *, add: bool) -> dict[str, Any]:
-    """Return the result that a benchmark adds to: that of its file with `--add`, empty if there is none yet."""
-    return json.loads(out.read_text()) if add and out is not None and out.exists() else {}
 
 
 def spread(values: Iterable[float], digits: int) -> dict[str, float]:

@@ -6,15 +6,13 @@ The shapes are those of an engine's decode step and of a trainer's forward and b
 products in turns, in one process. Prints one JSON line.
 """
 
-import argparse
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
 from app.cpu_engine.matmul import multiply
-from tests.bench.machine import busy, conditions, machine, publish, spread
+from tests.bench.machine import Options, busy, conditions, machine, publish, spread
 
 WIDTH, WIDER = 256, 1536  # of a layer
 DECODED, TRAINED = 38, 2048  # requests of a decode step, tokens of a microbatch
@@ -45,16 +43,12 @@ def gflops(multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], a: to
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args()
-
+    given, _ = Options(__doc__).parse()
     torch.manual_seed(0)
     before = conditions()
     results = {}
     for product, (a, b) in factors().items():
-        rounds = [(gflops(multiply, a, b), gflops(torch.mm, a, b)) for _ in range(arguments.rounds)]
+        rounds = [(gflops(multiply, a, b), gflops(torch.mm, a, b)) for _ in range(given.rounds)]
         results[product] = {
             "onednn_gflops": spread((onednn for onednn, _ in rounds), 0),
             "mkl_gflops": spread((mkl for _, mkl in rounds), 0),
@@ -62,14 +56,14 @@ def main() -> None:
         }
     result = {
         "what": "matmul",
-        "rounds": arguments.rounds,
+        "rounds": given.rounds,
         "threads": torch.get_num_threads(),
         "products": results,
         "machine": machine("torch"),
         "before": before,
         "busy": busy([before]),
     }
-    publish(result, arguments.out)
+    publish(result, given.out)
 
 
 if __name__ == "__main__":

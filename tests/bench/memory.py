@@ -10,7 +10,6 @@ those of Qwen3 and Qwen3.5. Both ways take turns in each round. Prints one JSON 
 rounds. `--add` adds rounds to those in FILE.
 """
 
-import argparse
 import subprocess
 import sys
 import tempfile
@@ -20,17 +19,7 @@ from typing import Any
 
 import psutil
 
-from tests.bench.machine import (
-    busy,
-    conditions,
-    earlier_result,
-    machine,
-    peak_rss_mib,
-    publish,
-    reset_peak,
-    rss_mib,
-    spread,
-)
+from tests.bench.machine import Options, busy, conditions, machine, peak_rss_mib, publish, reset_peak, rss_mib, spread
 
 VOCABULARIES = (151_936, 248_320)
 LENGTHS = (512, 1024, 2048, 4096)  # tokens
@@ -147,21 +136,18 @@ def table(rounds: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--add", action="store_true", help="add the rounds to those in FILE")
-    parser.add_argument("--way", choices=WAYS, help="measure only this one, in this process")
-    parser.add_argument("--model", type=Path)
-    parser.add_argument("--tokens", type=int)
-    arguments = parser.parse_args()
-    if arguments.way:
-        print(measure(arguments.way, arguments.model, arguments.tokens))
+    options = Options(__doc__, adds=True)
+    options.add_argument("--way", choices=WAYS, help="measure only this one, in this process")
+    options.add_argument("--model", type=Path)
+    options.add_argument("--tokens", type=int)
+    given, earlier = options.parse()
+    if given.way:
+        print(measure(given.way, given.model, given.tokens))
         return
 
-    rounds = earlier_result(arguments.out, add=arguments.add).get("rounds", [])
+    rounds = earlier.get("rounds", [])
     with tempfile.TemporaryDirectory() as folder:
-        rounds += [one_round(Path(folder)) for _ in range(arguments.rounds)]
+        rounds += [one_round(Path(folder)) for _ in range(given.rounds)]
     result = {
         "what": "memory",
         "hidden": HIDDEN,
@@ -170,7 +156,7 @@ def main() -> None:
         "busy": busy(each["before"] for each in rounds),
         "machine": machine("torch", "transformers"),
     }
-    publish(result, arguments.out)
+    publish(result, given.out)
 
 
 if __name__ == "__main__":

@@ -5,17 +5,14 @@
 The real controllers, staleness manager and buffer; engines and trainer are simulated in virtual time. The seconds of a
 group are log-normal, with a long tail truncated at the length limit, and independent of the engine's load (decoding is
 bound by memory bandwidth). So generating a step takes the sum of its groups' seconds over the groups in flight.
-colocate uses both halves of the devices in each phase. The verl presets take lengths and times from its published runs
-(Qwen2.5-Math-7B, DAPO, H20; 512 prompts per step): the longest group takes as long as its colocate generation, training
-as long as its update_actor.
+colocate uses both halves of the devices in each phase. Prints one JSON line.
 """
 
-import json
 import os
 import platform
 import random
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -24,7 +21,8 @@ from app.config.placement import PlacementKind
 from app.placement.colocate import Colocate
 from app.placement.fully_async import FullyAsync
 from app.types import InFlight
-from tests.simulation import SimEngine, SimTrainer, World, config, now, run_virtual
+from tests.bench.machine import publish
+from tests.simulation import SimTrainer, World, config, now, run_virtual
 
 SIGMA, CUT = 0.6, 5.0  # of the log-normal; limit over median
 WARM_UP, MEASURED = 4, 10  # steps
@@ -49,16 +47,12 @@ class Preset:
     training: float  # on the trainer's half of the devices
     colocate_training: float  # on all devices, including all other phases that colocate runs in sequence
     push: float
-    dominated: bool  # one side takes at most half as long as the other
-    published: float | None = None  # speedup over colocate
 
 
 def synthetic(generation: float, training: float) -> Preset:
     """A preset with a quarter of a step's groups in flight. `generation` and `training`: each side's seconds alone."""
     longest = generation / 4 / MEAN
-    return Preset(
-        128, 32, longest, training, training / 2, 0.5, 2 * min(generation, training) <= max(generation, training)
-    )
+    return Preset(128, 32, longest, training, training / 2, 0.5)
 
 
 def _mean_over_longest() -> float:
@@ -71,14 +65,10 @@ PRESETS = {
     "generation takes twice as long": synthetic(100, 50),
     "training takes twice as long": synthetic(50, 100),
     "balanced": synthetic(100, 100),
-    "verl 7B, 32 cards": Preset(512, 256, 357.41, 313.81, 790.10 - 357.41, 3.0, False, 790.10 / 294.77),
-    "verl 7B, 128 cards": Preset(512, 256, 177.85, 113.16, 356.30 - 177.85, 3.0, False, 356.30 / 150.63),
-}
-# Training takes longer than generation, but the longest completions take 3 and 6 steps: a bound of fewer steps aborts
-# them and samples them again.
-LONG_TAIL = {
-    "longest completion 3 steps": Preset(128, 384, 100, 33, 17, 0.5, True),
-    "longest completion 6 steps": Preset(128, 768, 200, 33, 17, 0.5, True),
+    # Training takes longer than generation, but the longest completions take 3 and 6 steps: a bound of fewer steps
+    # aborts them and samples them again.
+    "longest completion 3 steps": Preset(128, 384, 100, 33, 17, 0.5),
+    "longest completion 6 steps": Preset(128, 768, 200, 33, 17, 0.5),
 }
 
 
@@ -120,70 +110,27 @@ def measure(preset: Preset, staleness: int | None, in_flight: InFlight, folder: 
     step = (trainer.finished_at[WARM_UP + MEASURED - 1] - trainer.finished_at[WARM_UP - 1]) / MEASURED
     trained = trainer.trained[WARM_UP : WARM_UP + MEASURED]
     mean = fmean(world.seconds(group.prompt.id) for _, groups in trained for group in groups)
+    sampled = sum(engine.busy for engine in world.engines)  # seconds of groups, in use or not
     ideal = max(preset.prompts * mean / preset.in_flight, preset.training)
-    staleness_seen = [version - group.oldest_version for version, groups in trained for group in groups]
-    lost = sum(line["rollout/aborted_groups"] + line["rollout/dropped_groups"] for line in world.recorder.lines)
     return {
         "step_seconds": step,
         "over_ideal": step / ideal,
-        "staleness_mean": fmean(staleness_seen),
-        "staleness_max": max(staleness_seen),
-        "lost_groups_fraction": lost / (preset.prompts * settings.steps),
-        "discarded_sampling_fraction": 1 - sum(map(world.seconds, trainer.ids)) / sum(map(busy_seconds, world.engines)),
+        "discarded_sampling_fraction": 1 - sum(map(world.seconds, trainer.ids)) / sampled,
     }
-
-
-def busy_seconds(engine: SimEngine) -> float:
-    """Seconds of groups that the engine sampled, in use or not."""
-    return engine.busy
 
 
 def compare(preset: Preset, folder: Path) -> dict[str, dict[str, float]]:
     """Measure every schedule on a workload."""
-    colocate = measure(preset, None, InFlight.drain, folder)
-    rows = {"colocate": colocate}
-    for mode, (staleness, in_flight) in MODES.items():
-        row = measure(preset, staleness, in_flight, folder)
-        row["speedup_over_colocate"] = colocate["step_seconds"] / row["step_seconds"]
-        rows[mode] = row
-    return rows
-
-
-def worst_of_partial_rollouts(rows: Mapping[str, Mapping[str, float]]) -> float:
-    """The largest step time over the ideal, of the schedules whose completions continue across a sync."""
-    partial = [mode for mode, (staleness, in_flight) in MODES.items() if staleness and in_flight is not InFlight.drain]
-    return max(rows[mode]["over_ideal"] for mode in partial)
+    rows = {"colocate": measure(preset, None, InFlight.drain, folder)}
+    rows |= {mode: measure(preset, *schedule, folder) for mode, schedule in MODES.items()}
+    return {mode: {name: round(value, 3) for name, value in row.items()} for mode, row in rows.items()}
 
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as name:
-        compared = {title: compare(preset, Path(name)) for title, preset in {**PRESETS, **LONG_TAIL}.items()}
-
-    worst = max(worst_of_partial_rollouts(compared[title]) for title, preset in PRESETS.items() if preset.dominated)
-    result: dict[str, dict[str, object]] = {
-        title: {mode: rounded(row) for mode, row in rows.items()} for title, rows in compared.items()
-    }
-    for title, preset in PRESETS.items():
-        if preset.published:
-            result[title]["published_speedup"] = round(preset.published, 2)
-    print(
-        json.dumps(
-            {
-                "benchmark": "overlap",
-                "worst_over_ideal_where_one_side_dominates": round(worst, 3),
-                "target": 1.10,
-                "worst_over_ideal_with_a_long_tail": {
-                    title: round(worst_of_partial_rollouts(compared[title]), 3) for title in LONG_TAIL
-                },
-                "presets": result,
-                "machine": f"{os.cpu_count()} cores, Python {platform.python_version()}; virtual time",
-            }
-        )
-    )
-
-
-def rounded(row: dict[str, float]) -> dict[str, float]:
-    return {name: round(value, 3) for name, value in row.items()}
+        presets = {title: compare(preset, Path(name)) for title, preset in PRESETS.items()}
+    machine = f"{os.cpu_count()} cores, Python {platform.python_version()}; virtual time"
+    publish({"benchmark": "overlap", "presets": presets, "machine": machine}, None)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ is the interpreter of an environment with TRL; tests/bench/trl_grpo.py shows how
 Steps, memory, rounds and `--add` are those of tests/bench/end_to_end.py. Prints one JSON line.
 """
 
-import argparse
 import json
 import random
 import sys
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.bench.end_to_end import ASYNC_WARM_UP, TRL_SETTINGS, WARM_UP, Shape, ours, trl
-from tests.bench.machine import busy, conditions, earlier_result, machine, spread
+from tests.bench.machine import Options, busy, conditions, machine, spread
 from tests.real_models import real_model
 
 SUMS = Shape(prompts_per_step=8, group_size=8, prompt_tokens=64, max_tokens=32, microbatch_tokens=640)
@@ -80,20 +79,15 @@ def summary(rounds: list[dict[str, Any]], model: Path, steps: int) -> dict[str, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peer", required=True, help="Python interpreter of an environment with TRL")
-    parser.add_argument("--model", type=Path, help="Hugging Face directory with a chat template")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=4, help="of each run, after those that are not counted")
-    parser.add_argument("--only", nargs="+", choices=SIDES, default=SIDES, metavar="SIDE")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--add", action="store_true", help="add to what is in the file of --out")
-    chosen = parser.parse_args()
-    if chosen.add and chosen.out is None:
-        parser.error("--add needs --out FILE")
+    options = Options(__doc__, adds=True)
+    options.add_argument("--peer", required=True, help="Python interpreter of an environment with TRL")
+    options.add_argument("--model", type=Path, help="Hugging Face directory with a chat template")
+    options.add_argument("--steps", type=int, default=4, help="of each run, after those that are not counted")
+    options.add_argument("--only", nargs="+", choices=SIDES, default=SIDES, metavar="SIDE")
+    chosen, earlier = options.parse()
 
     model = chosen.model or real_model("smollm2")
-    rounds = earlier_result(chosen.out, add=chosen.add).get("rounds", [])
+    rounds = earlier.get("rounds", [])
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(chosen.rounds):

@@ -8,7 +8,6 @@ process of its own; `forked`, by a fork server that has imported SGLang; `second
 `metrics.jsonl`: with its own fork server, and without one. All ways take turns in every round.
 """
 
-import argparse
 import asyncio
 import os
 import signal
@@ -28,7 +27,7 @@ from app.device.cpu import DEVICE
 from app.model.hf_directory import locate
 from app.rollout.client import Client
 from app.rollout.server import Server, ServerSpec
-from tests.bench.machine import busy, conditions, machine, publish, spread
+from tests.bench.machine import Options, busy, conditions, machine, publish, spread
 
 POLL_INTERVAL_S = 0.02
 LIMIT_SECONDS = 300.0
@@ -128,11 +127,7 @@ def one_round(model: Path) -> dict[str, dict[str, Any]]:
 
 
 def main() -> None:
-    arguments = argparse.ArgumentParser(description=__doc__)
-    arguments.add_argument("--rounds", type=int, default=5)
-    arguments.add_argument("--out", type=Path)
-    given = arguments.parse_args()
-
+    given, _ = Options(__doc__, rounds=5).parse()
     model = locate(ModelConfig())
     rounds = [one_round(model) for _ in range(given.rounds)]
     result = {

@@ -1,13 +1,11 @@
-"""The comparison of the whole application counts wall-clock time and adds to files as it says."""
+"""The comparisons with TRL count wall-clock time, and take TRL in the dtype that serves it better."""
 
-import json
 from pathlib import Path
 
 import pytest
 
 from app.tracking.run_folder.timeline import Timeline
-from tests.bench import end_to_end, real_models, trainer
-from tests.bench.machine import earlier_result
+from tests.bench import end_to_end, real_models
 
 
 def test_a_step_lasts_until_the_next_one_starts(tmp_path: Path) -> None:
@@ -18,27 +16,6 @@ def test_a_step_lasts_until_the_next_one_starts(tmp_path: Path) -> None:
         timeline.add("driver", "train", start + 2, start + 5, {"step": step})
     timeline.write(tmp_path)
     assert end_to_end.step_seconds(tmp_path) == pytest.approx([7.0, 13.5], abs=1e-5)
-
-
-def test_rounds_are_added_to_a_file_only_if_asked_and_it_exists(tmp_path: Path) -> None:
-    out = tmp_path / "result.json"
-    assert earlier_result(out, add=True) == {}
-    out.write_text(json.dumps({"rounds": [1]}))
-    assert earlier_result(out, add=True) == {"rounds": [1]}
-    assert earlier_result(out, add=False) == {}
-
-
-@pytest.mark.parametrize(
-    ("main", "arguments"), [(end_to_end.main, ["--peer", "python", "--add"]), (trainer.main, ["--add"])]
-)
-def test_add_without_a_file_is_refused(
-    main: object, arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sys.argv", ["bench", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        main()  # type: ignore[operator]
-    assert ended.value.code == 2
-    assert capsys.readouterr().err.endswith("error: --add needs --out FILE\n")
 
 
 def test_ratios_on_real_models_are_to_trl_in_its_better_dtype(tmp_path: Path) -> None:

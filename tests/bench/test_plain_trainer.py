@@ -1,20 +1,16 @@
 """The baselines of the trainer benchmark do the application's computation, with as little padding as they can."""
 
-import os
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.bench import machine
 from tests.bench.flops import matrix_flops
 from tests.bench.plain_trainer import PlainTrainer, microbatches
 from tests.bench.trainer import BUDGET, PROMPTS, make_groups
 from tests.model.support import relative, save_qwen3
 from tests.trainer import plain
 from tests.trainer.support import scored_groups
-
-LENGTHS = [5, 100, 90, 6, 7]
 
 
 @pytest.fixture(scope="module")
@@ -27,15 +23,6 @@ def padded_positions(lengths: list[int], budget: int, *, naive: bool) -> int:
         len(rows) * (max(lengths) if naive else max(lengths[row] for row in rows))
         for rows in microbatches(lengths, budget, naive=naive)
     )
-
-
-def test_the_baseline_sorts_by_length_and_the_naive_loop_keeps_the_order() -> None:
-    assert microbatches(LENGTHS, 200, naive=False) == [[1, 2], [4, 3, 0]]
-    assert microbatches(LENGTHS, 200, naive=True) == [[0, 1], [2, 3], [4]]
-
-
-def test_a_row_longer_than_the_budget_has_a_microbatch_of_its_own() -> None:
-    assert microbatches(LENGTHS, 95, naive=False) == [[1], [2], [4, 3, 0]]
 
 
 def test_on_the_benchmark_the_baseline_pads_to_1_5_times_the_tokens_and_the_naive_loop_to_4_2_times() -> None:
@@ -71,23 +58,3 @@ def test_flops_of_products_and_attention_are_counted_forward_and_backward() -> N
     attention = torch.nn.functional.scaled_dot_product_attention
     product = 2 * 2 * 7 * 7 * 8
     assert matrix_flops(lambda: attention(query, query, query, is_causal=True).sum().backward()) == 7 * product
-
-
-def test_a_result_is_marked_busy_when_others_took_more_than_a_quarter_of_a_core(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert not machine.busy([{"busy_cores": 0.0}, {"busy_cores": 0.25}])
-    assert capsys.readouterr().err == ""
-    assert machine.busy([{"busy_cores": 0.0}, {"busy_cores": 0.3}])
-    assert "marked `busy`" in capsys.readouterr().err
-
-
-def test_conditions_are_the_load_average_and_the_cores_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    monkeypatch.setattr(os, "getloadavg", lambda: (1.26, 9.0, 9.0))
-    monkeypatch.setattr(machine.psutil, "cpu_percent", lambda seconds: 30.0)
-    assert machine.conditions() == {"load_average": 1.3, "busy_cores": 0.6}
-
-
-def test_a_spread_is_the_median_the_least_and_the_largest() -> None:
-    assert machine.spread([3.0, 1.0, 2.26], 1) == {"median": 2.3, "min": 1.0, "max": 3.0}

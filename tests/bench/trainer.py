@@ -16,7 +16,6 @@ products) is counted in a step of its own: its ratio is the speedup that less wo
 rounds' ratios. `--add` adds rounds to those in FILE. Prints one JSON line.
 """
 
-import argparse
 import gc
 import json
 import os
@@ -34,9 +33,9 @@ import numpy as np
 from app.types import Completion, FinishReason, Group, Prompt, ScoredGroup, Trajectory, VersionSpan
 from tests.bench.machine import (
     MIB,
+    Options,
     busy,
     conditions,
-    earlier_result,
     machine,
     peak_rss_mib,
     publish,
@@ -259,26 +258,20 @@ def ratios(baseline: str, work: dict[str, dict[str, float]], rounds: list[dict[s
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--add", action="store_true", help="keep the rounds that are in the file of --out")
-    parser.add_argument("--way", choices=WAYS, help="measure only this one, in this process")
-    parser.add_argument("--count", choices=WAYS, help="count only the work of this one, in this process")
-    parser.add_argument("--model", type=Path)
-    arguments = parser.parse_args()
-    if arguments.way:
-        print(json.dumps(measure(arguments.way, arguments.model)))
+    options = Options(__doc__, adds=True)
+    options.add_argument("--way", choices=WAYS, help="measure only this one, in this process")
+    options.add_argument("--count", choices=WAYS, help="count only the work of this one, in this process")
+    options.add_argument("--model", type=Path)
+    given, earlier = options.parse()
+    if given.way:
+        print(json.dumps(measure(given.way, given.model)))
         return
-    if arguments.count:
-        print(json.dumps(count_work(arguments.count, arguments.model)))
+    if given.count:
+        print(json.dumps(count_work(given.count, given.model)))
         return
 
-    if arguments.add and arguments.out is None:
-        parser.error("--add needs --out FILE")
-    earlier = earlier_result(arguments.out, add=arguments.add)
     with tempfile.TemporaryDirectory() as folder:
-        publish(compare(arguments.rounds, earlier, Path(folder)), arguments.out)
+        publish(compare(given.rounds, earlier, Path(folder)), given.out)
 
 
 if __name__ == "__main__":

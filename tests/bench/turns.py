@@ -1,6 +1,6 @@
 """CPU time of the driver per turn of an episode.
 
-    python -m tests.bench.turns
+    python -m tests.bench.turns [--rounds N] [--out FILE]
 
 The real controller of fully_async, rollouter, episodes, worker pool and recorder in real time, with real worker
 processes at the other end of their pipes. Each episode has 8 turns of 200 sampled tokens and 100 observed ones, so the
@@ -9,9 +9,7 @@ they arrive and groups pickled when they go to the trainer; Ray's own calls, and
 counted.
 """
 
-import argparse
 import asyncio
-import json
 import pickle
 import statistics
 import tempfile
@@ -29,7 +27,7 @@ from app.model.hf_directory import locate
 from app.placement.fully_async import FullyAsync
 from app.tracking.recorder import RunFolderRecorder
 from app.types import Completion, FinishReason, GroupRequest, InFlight, ScoredGroup, VersionSpan
-from tests.bench.machine import busy, conditions, machine, spread
+from tests.bench.machine import Options, busy, conditions, machine, publish, spread
 from tests.simulation import SimEngine, SimTrainer, World, config
 
 TURNS, SAMPLED, OBSERVED = 8, 200, 100
@@ -127,33 +125,27 @@ def measure(folder: Path, model: Path) -> tuple[float, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=3)
-    rounds = parser.parse_args().rounds
+    given, _ = Options(__doc__).parse()
     before = conditions()
     costs = []
-    for _ in range(rounds):
+    for _ in range(given.rounds):
         with tempfile.TemporaryDirectory() as name:
-            model = locate(ModelConfig())
-            seconds, turns = measure(Path(name), model)
+            seconds, turns = measure(Path(name), locate(ModelConfig()))
             costs.append(seconds / turns * 1e6)
-    print(
-        json.dumps(
-            {
-                "benchmark": "turns",
-                "driver_cpu_us_per_turn": spread(costs, 1),
-                "rounds": rounds,
-                "target_us": TARGET_US,
-                "limit_turns_per_second": round(1e6 / statistics.median(costs)),
-                "turns_per_episode": TURNS,
-                "sampled_tokens_per_turn": SAMPLED,
-                "observed_tokens_per_turn": OBSERVED,
-                "before": before,
-                "busy": busy([before]),
-                "machine": machine(),
-            }
-        )
-    )
+    result = {
+        "benchmark": "turns",
+        "driver_cpu_us_per_turn": spread(costs, 1),
+        "rounds": given.rounds,
+        "target_us": TARGET_US,
+        "limit_turns_per_second": round(1e6 / statistics.median(costs)),
+        "turns_per_episode": TURNS,
+        "sampled_tokens_per_turn": SAMPLED,
+        "observed_tokens_per_turn": OBSERVED,
+        "before": before,
+        "busy": busy([before]),
+        "machine": machine(),
+    }
+    publish(result, given.out)
 
 
 if __name__ == "__main__":

@@ -17,8 +17,8 @@ import pytest
 from app.cpu_engine.forked_server import fork, fork_server
 from app.device.cpu import DEVICE
 from app.rollout.server import Server
-from tests.fork_server import shared_socket
 from tests.rollout.support import process_group, server_spec
+from tests.runs import shared_fork_server
 from tests.waiting import until
 
 
@@ -93,7 +93,7 @@ async def test_a_host_that_goes_away_in_the_middle_of_its_request_disturbs_no_ot
 ) -> None:
     for part in (b"", b"\n"):
         with socket.socket(socket.AF_UNIX) as rude:
-            rude.connect(shared_socket())
+            rude.connect(str(shared_fork_server().args[0]))
             rude.sendall(part)
 
     server = Server(server_spec(tiny_model, tmp_path, name="engine 0"))

@@ -9,6 +9,7 @@ Every check runs in a process of its own. The outcome goes to `tests/bench/resul
 """
 
 import argparse
+import json
 import sys
 import tempfile
 import time
@@ -54,12 +55,13 @@ def main() -> int:
     failed = [name for name, outcome in outcomes.items() if outcome["outcome"] != "passed"]
     path = arguments.outcomes or record.path_of(arguments.device)
     if arguments.only is not None and path.exists():
-        before = record.read(path)
+        before = json.loads(path.read_text())
         found = {**before, "checks": before["checks"] | outcomes}
     else:
         seconds = None if arguments.environment else round(installed)
         found = {"install_seconds": seconds, "checks": outcomes}
-    record.write(path, {**found, "unverified": stack.UNVERIFIED, "packages": packages})
+    found = {**found, "unverified": stack.UNVERIFIED, "packages": packages}
+    path.write_text(json.dumps(found, indent=1) + "\n")
     print(f"{len(outcomes) - len(failed)} of {len(outcomes)} checks passed", *failed)
     return 1 if failed or not outcomes else 0
 

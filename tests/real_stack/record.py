@@ -3,7 +3,6 @@
 import json
 import subprocess
 from pathlib import Path
-from typing import Any
 
 from tests.real_stack.check import ROOT
 from tests.real_stack.environment import pins_of
@@ -25,14 +24,6 @@ def packages_of(python: Path) -> dict[str, str]:
     command = [str(python), "-c", LIST_PACKAGES]
     listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return dict(sorted(json.loads(listed).items()))
-
-
-def write(path: Path, record: dict[str, Any]) -> None:
-    path.write_text(json.dumps(record, indent=1) + "\n")
-
-
-def read(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text())
 
 
 def moved_pins(device: str, packages: dict[str, str]) -> dict[str, tuple[str, str | None]]:

@@ -6,13 +6,13 @@ import pytest
 
 from app.config.compose import setting_names
 from app.tracking.report.checks import PHASES
-from app.tracking.rules.table import RULES, Alarms
+from app.tracking.rules import RULES, Alarms
 
 
 def run(steps: Iterable[Mapping[str, float]], **settings: Any) -> list[tuple[int, str]]:
     """Return (step, name) of every alarm that these metrics raise."""
     alarms = Alarms(**settings)
-    return [(step, alarm.name) for step, metrics in enumerate(steps, 1) for alarm in alarms.check(step, metrics)]
+    return [(step, name) for step, metrics in enumerate(steps, 1) for name in alarms.check(step, metrics)]
 
 
 HEALTHY = {
@@ -78,11 +78,6 @@ def test_an_alarm_is_raised_again_only_after_its_problem_ended_and_a_growing_num
     assert [step for step, _ in run(healthy(10) + flicker)] == [11, 31, 111]
 
 
-def test_stale_data_is_no_mismatch() -> None:
-    """The same KL is a mismatch on fresh data; an older policy's log-probabilities are expected to differ."""
-    assert run([*healthy(10), {**HEALTHY, "mismatch/kl": 0.09, "staleness/max": 1.0}], max_staleness=2) == []
-
-
 def test_low_entropy_is_no_alarm_while_most_answers_are_correct() -> None:
     assert run([{**HEALTHY, "entropy": 1.0 if step < 6 else 0.01, "reward/accuracy": 0.95} for step in range(20)]) == []
 
@@ -95,15 +90,6 @@ def test_all_settings_named_in_advice_exist() -> None:
     assert named <= set(setting_names())
 
 
-def test_an_alarm_names_the_problem_and_what_to_try() -> None:
-    alarms = Alarms()
-    for step in range(1, 4):
-        raised = alarms.check(step, {"reward/zero_std_fraction": 1.0, "reward/accuracy": 0.0})
-    assert "100% of the groups" in raised[0].text
-    assert "(all wrong)" in raised[0].text
-    assert raised[0].text.endswith(RULES["no reward variance"].advice)
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -111,6 +97,7 @@ def test_an_alarm_names_the_problem_and_what_to_try() -> None:
         {"environment/sequences_mean": 9.0},  # an agent may hold several conversations on purpose
         {"environment/wait_fraction": 0.95, "idle/rollout": 0.1},  # engines play other episodes meanwhile
         {"staleness/mean": 1.0, "staleness/max": 1.0},  # at a bound of 1 it means that phases overlap
+        {"mismatch/kl": 0.09, "staleness/max": 1.0},  # an older policy's log-probabilities are expected to differ
     ],
 )
 def test_what_may_be_meant_raises_no_alarm(changes: dict[str, float]) -> None:

@@ -90,9 +90,3 @@ def test_a_comparison_has_a_curve_for_each_run(runs: list[Path], tmp_path: Path,
     assert charts["Reward"]["points"] == [STEPS, STEPS]
     assert charts["Accuracy: held-out"]["points"] == [1 + STEPS // EVERY] * 2
     assert sum(title.startswith("Time of each step") for title in charts) == 2
-
-
-def test_an_error_of_a_script_is_noticed(tmp_path: Path) -> None:
-    page = tmp_path / "broken.html"
-    page.write_text("<body><script>missing()</script></body>")
-    assert "missing is not defined" in visit(page, tmp_path).console[0]

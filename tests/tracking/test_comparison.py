@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from app.config import RunConfig
 from app.mode.report import end_sweep
-from app.tracking import number_format
+from app.tracking import clearml, dashboard, number_format, prometheus
 from app.tracking.report import comparison
 from app.tracking.report.comparison import compare, spread
 from app.tracking.report.data import RunData
@@ -172,7 +172,7 @@ def test_a_sweep_over_seeds_ends_with_means_on_the_screen_in_the_report_and_in_c
     assert float(mean["eval/accuracy_last/std"]) == pytest.approx(0.02**0.5)
 
 
-@pytest.mark.parametrize("module", [comparison, number_format])
+@pytest.mark.parametrize("module", [comparison, number_format, dashboard, clearml, prometheus])
 def test_the_examples_in_the_docstrings_hold(module: Any) -> None:
     results = doctest.testmod(module)
     assert results.attempted > 0

@@ -1,5 +1,6 @@
 import json
 import math
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ def rows(path: Path) -> list[dict[str, Any]]:
 
 def test_each_step_is_one_line_that_is_on_disk_when_append_returns(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    with metrics_file.MetricsFile(path) as file:
+    with closing(metrics_file.MetricsFile(path)) as file:
         file.append(1, {"loss/policy": 0.5})
         assert rows(path) == [{"step": 1, "loss/policy": 0.5}]
         file.append(2, {"loss/policy": math.nan, "lr": math.inf})
@@ -23,7 +24,7 @@ def test_each_step_is_one_line_that_is_on_disk_when_append_returns(tmp_path: Pat
 
 def test_metrics_of_the_same_step_join_its_line(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    with metrics_file.MetricsFile(path) as file:
+    with closing(metrics_file.MetricsFile(path)) as file:
         file.append(1, {"lr": 1.0})
         file.append(1, {"eval/accuracy": 0.75})
         file.append(2, {"lr": 2.0})
@@ -31,7 +32,7 @@ def test_metrics_of_the_same_step_join_its_line(tmp_path: Path) -> None:
 
 
 def test_an_earlier_step_is_refused(tmp_path: Path) -> None:
-    with metrics_file.MetricsFile(tmp_path / "metrics.jsonl") as file:
+    with closing(metrics_file.MetricsFile(tmp_path / "metrics.jsonl")) as file:
         file.append(2, {})
         with pytest.raises(ValueError, match="step 1 comes after step 2"):
             file.append(1, {})
@@ -41,7 +42,7 @@ def test_an_incomplete_line_of_a_killed_writer_is_replaced(tmp_path: Path) -> No
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "lr": 1.0}\n{"step": 2, "l')
     assert [row["step"] for row in metrics_file.read(path)] == [1]
-    with metrics_file.MetricsFile(path) as file:
+    with closing(metrics_file.MetricsFile(path)) as file:
         assert file.last_step == 1
         file.append(2, {"lr": 2.0})
     assert rows(path) == [{"step": 1, "lr": 1.0}, {"step": 2, "lr": 2.0}]
@@ -49,7 +50,7 @@ def test_an_incomplete_line_of_a_killed_writer_is_replaced(tmp_path: Path) -> No
 
 def test_the_lines_after_a_step_are_moved_to_another_file(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    with metrics_file.MetricsFile(path) as file:
+    with closing(metrics_file.MetricsFile(path)) as file:
         for step in range(5):
             file.append(step, {"lr": step})
     with path.open("a") as lines:

@@ -10,11 +10,8 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from app.config import RunConfig
-from app.config.tracking import TrackingConfig
 from app.tracking.dashboard import DashboardOptions
 from app.tracking.dashboards import DashboardWorker, open_dashboard
-from tests.compose import composed
 from tests.waiting import until
 
 DASHBOARD = Path(__file__).parents[2] / "launch" / "grafana.json"
@@ -81,12 +78,6 @@ def test_a_port_in_use_is_a_warning(tmp_path: Path) -> None:
         worker.end_close()
     assert len(warned) == 1
     assert warned[0].startswith("prometheus could not be opened")
-
-
-def test_it_composes_with_a_port() -> None:
-    config: RunConfig = composed("tracking=prometheus", "tracking.port=9000")
-    assert (config.tracking.use, config.tracking.port) == (["prometheus"], 9000)
-    assert TrackingConfig().port == 9464
 
 
 def test_the_dashboard_shows_metrics_that_runs_have(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 import json
-import time
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import pytest
@@ -23,26 +21,6 @@ def rows(content: dict[str, Any]) -> dict[str, list[tuple[str, float, float]]]:
             span = (event["name"], event["ts"], event["ts"] + event["dur"])
             spans_by_row.setdefault(names[event["tid"]], []).append(span)
     return spans_by_row
-
-
-def test_the_file_follows_the_trace_event_format(tmp_path: Path) -> None:
-    timeline = Timeline()
-    with timeline.span("driver", "step 1", version=1), timeline.span("driver", "train"):
-        pass
-    content = trace(timeline, tmp_path)
-    assert {event["ph"] for event in content["traceEvents"]} == {"M", "X"}
-    for event in content["traceEvents"]:
-        assert isinstance(event["name"], str)
-        assert isinstance(event["pid"], int)
-        assert isinstance(event["tid"], int)
-        assert isinstance(event["args"], dict)
-        if event["ph"] == "X":
-            assert event["ts"] >= 0
-            assert event["dur"] >= 0
-            assert isinstance(event["cat"], str)
-        else:
-            assert event["name"] in ("process_name", "thread_name", "thread_sort_index")
-    assert content["traceEvents"][-2]["args"] == {"version": 1}
 
 
 def test_nested_spans_share_a_row_and_overlapping_ones_get_their_own(tmp_path: Path) -> None:
@@ -86,9 +64,10 @@ def test_the_newest_spans_are_kept_and_older_ones_counted(tmp_path: Path) -> Non
 
 def test_a_span_is_recorded_when_its_body_raises(tmp_path: Path) -> None:
     timeline = Timeline()
-    with pytest.raises(RuntimeError), timeline.span("driver", "push"):
+    with pytest.raises(RuntimeError), timeline.span("driver", "push", version=1):
         raise RuntimeError
-    assert [event["name"] for event in trace(timeline, tmp_path)["traceEvents"] if event["ph"] == "X"] == ["push"]
+    *_, event = trace(timeline, tmp_path)["traceEvents"]
+    assert (event["ph"], event["name"], event["cat"], event["args"]) == ("X", "push", "driver", {"version": 1})
 
 
 def test_a_resumed_run_keeps_the_spans_of_the_earlier_attempt(tmp_path: Path) -> None:
@@ -101,16 +80,3 @@ def test_a_resumed_run_keeps_the_spans_of_the_earlier_attempt(tmp_path: Path) ->
     spans = rows(trace(second, tmp_path))["driver"]
     assert [name for name, _, _ in spans] == ["before", "after"]
     assert spans[1][1] - spans[0][1] == pytest.approx(100e6, abs=5e6)
-
-
-def test_a_span_costs_microseconds() -> None:
-    """Of CPU time, the median of five rounds: a pause of the machine does not count."""
-    timeline = Timeline()
-    rounds = []
-    for _ in range(5):
-        started = time.thread_time()
-        for _ in range(400):
-            with timeline.span("driver", "train"):
-                pass
-        rounds.append((time.thread_time() - started) / 400)
-    assert median(rounds) < 100e-6  # a step of 100 spans and 1 s: below 1 %

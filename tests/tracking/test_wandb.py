@@ -21,9 +21,11 @@ from tests.waiting import until
 CONFIG = offline("wandb")
 
 
-def test_offline_keeps_history_config_and_run_id_across_a_resume(tmp_path: Path) -> None:
-    record(CONFIG, tmp_path, (1, 2, 3))
-    record(CONFIG, tmp_path, (3, 4), resumed_at=2)
+def test_offline_keeps_history_config_and_run_id_across_a_resume_although_processes_are_reaped(tmp_path: Path) -> None:
+    with process_reaper():
+        record(CONFIG, tmp_path, (1, 2, 3))
+    with process_reaper():  # as of the next job of a sweep
+        record(CONFIG, tmp_path, (3, 4), resumed_at=2)
     (warning,) = warnings(tmp_path)
     assert warning.startswith("wandb cannot replace steps 3 to 3")
     first, second = recorded(tmp_path)
@@ -33,17 +35,6 @@ def test_offline_keeps_history_config_and_run_id_across_a_resume(tmp_path: Path)
     assert (first.history[0]["eval/accuracy"], first.history[1]["train/lr"]) == (0.25, 0.5)
     assert first.config["algorithm"]["group_size"] == 8
     assert (first.exit_codes, second.exit_codes) == ([0], [0])
-
-
-def test_each_run_of_a_sweep_is_complete_although_its_processes_are_reaped(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        with process_reaper():
-            record(CONFIG, tmp_path / name, (1, 2, 3))
-    for name in ("a", "b"):
-        (only,) = recorded(tmp_path / name)
-        assert only.column("reward/mean") == {1: 0.1, 2: 0.2, 3: 0.3}
-        assert only.exit_codes == [0]
-        assert warnings(tmp_path / name) == []
 
 
 KILLED = """
@@ -91,19 +82,23 @@ def test_a_killed_driver_leaves_no_helper_and_its_resume_sends_what_was_not_conf
     assert warnings(tmp_path) == []
 
 
-def test_samples_are_tables_at_evaluations_and_every_few_steps(tmp_path: Path) -> None:
+def test_samples_are_tables_of_bounded_length_at_evaluations_and_every_few_steps(tmp_path: Path) -> None:
+    config = offline("wandb")
+    config.tracking.samples_per_step = 1000
     groups = [group(7, [0.5, float("nan")])]
-    with RunFolderRecorder(CONFIG, tmp_path) as recorder:
-        recorder.log_eval(0, {"eval": {"accuracy": 0.5}}, groups, lambda ids: f"question {list(ids)}")
+    with RunFolderRecorder(config, tmp_path) as recorder:
+        recorder.log_eval(0, {"eval": {"accuracy": 0.5}}, [group(row, [1.0] * 4) for row in range(50)])
         for step in range(1, SAMPLES_EVERY + 1):
-            recorder.log_samples(step, groups)
+            recorder.log_samples(step, groups, lambda ids: f"question {list(ids)}")
             recorder.log(step, {"reward/mean": 0.5})
 
     (only,) = recorded(tmp_path)
-    assert only.column("samples/eval.nrows") == {0: 2}
+    assert only.column("samples/eval.nrows") == {0: 64}
+    assert len((tmp_path / "samples/eval_0.jsonl").read_text().splitlines()) == 200
     assert only.column("samples/step.nrows") == {SAMPLES_EVERY: 2}
     assert only.column("reward/mean") == dict.fromkeys(range(1, SAMPLES_EVERY + 1), 0.5)
-    (file,) = (tmp_path / "tracking/wandb").glob(f"offline-run-*/files/{only.history[0]['samples/eval.path']}")
+    path = only.history[SAMPLES_EVERY]["samples/step.path"]
+    (file,) = (tmp_path / "tracking/wandb").glob(f"offline-run-*/files/{path}")
     assert json.loads(file.read_text()) == {
         "columns": ["id", "prompt", "completion", "answer", "reward", "reward/exact"],
         "data": [
@@ -111,16 +106,6 @@ def test_samples_are_tables_at_evaluations_and_every_few_steps(tmp_path: Path) -
             ["arithmetic/7@0", "question [7, 1, 2]", "text 1", "7", None, None],
         ],
     }
-
-
-def test_a_table_has_a_bounded_number_of_rows(tmp_path: Path) -> None:
-    config = offline("wandb")
-    config.tracking.samples_per_step = 1000
-    with RunFolderRecorder(config, tmp_path) as recorder:
-        recorder.log_eval(0, {"eval": {"accuracy": 0.5}}, [group(row, [1.0] * 4) for row in range(50)])
-    (only,) = recorded(tmp_path)
-    assert only.history[0]["samples/eval.nrows"] == 64
-    assert len((tmp_path / "samples/eval_0.jsonl").read_text().splitlines()) == 200
 
 
 def test_without_a_key_it_records_offline_and_never_prompts_even_on_a_terminal(tmp_path: Path) -> None:

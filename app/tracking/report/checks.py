@@ -10,8 +10,7 @@ from statistics import fmean, median
 
 from app.tracking.number_format import count, duration, plural, seconds
 from app.tracking.report.data import RunData
-from app.tracking.rules import History, Rule
-from app.tracking.rules.table import RULES, Reading, check_rules
+from app.tracking.rules import RULES, History, Reading, Rule, check_rules
 
 SOLVED = 0.8  # training accuracy above which most groups are all correct
 NOISE = 0.02  # smaller changes of accuracy do not count as learning

@@ -44,7 +44,7 @@ def write_page(comparison: Comparison, out: Path) -> Path:
         style=assets["uplot.min.css"] + assets["style.css"],
         uplot=assets["uplot.min.js"],
         script=assets["page.js"],
-        header=_header(single) if single else _header_of_several(runs),
+        header=_header(runs),
         answers=_answers(single) if single else _comparison(comparison),
         warnings=_warnings(runs, names),
         checks=_checks(single) if single else "",
@@ -79,11 +79,11 @@ def _short(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.6g}")
 
 
-def _header_of_several(runs: Sequence[RunData]) -> str:
-    return f"<h1>{len(runs)} runs side by side</h1><p class='sub'>{escape(str(runs[0].folder.parent))}</p>"
+def _header(runs: Sequence[RunData]) -> str:
+    if len(runs) > 1:
+        return f"<h1>{len(runs)} runs side by side</h1><p class='sub'>{escape(str(runs[0].folder.parent))}</p>"
 
-
-def _header(run: RunData) -> str:
+    (run,) = runs
     status = str(run.summary.get("status", "unknown"))
     what = "evaluation" if run.is_evaluation else plural(run.summary.get("steps", 0), "step")
     totals = [what, duration(run.summary.get("total/seconds", 0.0))]

@@ -12,7 +12,6 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from app.utils.files import replace_end, replace_file, sync
@@ -26,9 +25,9 @@ class MetricsFile:
     A row that does not fit on the disk leaves the file as it was.
 
     Example:
-        with MetricsFile(folder / "metrics.jsonl") as file:
-            file.append(1, {"lr": 1e-6})
-            file.append(1, {"eval/accuracy": 0.5})  # {"step": 1, "lr": 1e-6, "eval/accuracy": 0.5}
+        file = MetricsFile(folder / "metrics.jsonl")
+        file.append(1, {"lr": 1e-6})
+        file.append(1, {"eval/accuracy": 0.5})  # {"step": 1, "lr": 1e-6, "eval/accuracy": 0.5}
     """
 
     def __init__(self, path: Path) -> None:
@@ -59,14 +58,6 @@ class MetricsFile:
 
     def close(self) -> None:
         self._file.close()
-
-    def __enter__(self) -> "MetricsFile":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _last_line(self) -> tuple[int, dict[str, Any]]:
         """Remove an incomplete line at the end; return the offset and the content of the last complete line."""

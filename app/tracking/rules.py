@@ -1,17 +1,103 @@
 """What counts as an unhealthy metric: the alarms of a run in progress, and the checks of its report.
 
-Thresholds favor few false alarms.
-
-The rules cover failures that users of RL systems tend to notice days late.
+A rule is about one metric and the steps that it looks back on. Thresholds favor few false alarms. The rules cover
+failures that users of RL systems tend to notice days late.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from app.tracking.rules import History, Rule, at_least, spike
+WINDOW = 30  # steps that a rule looks back on
+QUIET_STEPS = 20  # after an alarm
 
-QUIET_STEPS = 20
+
+class History:
+    """The most recent steps of a run.
+
+    Example:
+        history = History(max_staleness=0)
+        history.add({"entropy": 1.2})
+        history.add({"entropy": 1.1})
+        history.last("entropy", 2)  # [1.2, 1.1]
+        history.before("entropy")  # [1.2]
+    """
+
+    def __init__(self, *, max_staleness: float = 0) -> None:
+        self.max_staleness = max_staleness
+        self.initial_entropy: list[float] = []
+        self._steps: list[Mapping[str, float]] = []  # oldest first
+
+    def add(self, metrics: Mapping[str, float | None]) -> None:
+        """Append the metrics of the next step. None is what `metrics.jsonl` holds for NaN and infinity."""
+        values = {name: math.nan if value is None else value for name, value in metrics.items()}
+        self._steps = [*self._steps, values][-WINDOW:]
+
+        entropy = values.get("entropy", math.nan)
+        if math.isfinite(entropy) and len(self.initial_entropy) < 5:
+            self.initial_entropy.append(entropy)
+
+    def last(self, name: str, count: int = 1) -> list[float]:
+        """Return a metric's values in the last `count` steps, or an empty list unless all of them have it."""
+        values = [step[name] for step in self._steps[-count:] if name in step]
+        return values if len(values) == count else []
+
+    def before(self, name: str, skip: int = 1) -> list[float]:
+        """Return a metric's finite values in the steps before the last `skip`."""
+        return [step[name] for step in self._steps[:-skip] if math.isfinite(step.get(name, math.nan))]
+
+    @property
+    def stale(self) -> bool:
+        """Whether the last step trained on trajectories of an older policy."""
+        return max(self.last("staleness/max"), default=0.0) > 0
+
+
+Problem = Callable[[History, str], str | None]  # history, metric name → one sentence about the last step
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A threshold on one metric and what to do about it."""
+
+    metric: str
+    problem: Problem
+    advice: str
+    at_end: bool = False  # the report judges the last step; False: all steps
+    report_only: bool = False  # no alarm
+    stale: bool | None = None  # the rule is for stale (True) or fresh (False) data only; None: for both
+    unless: str = ""  # the rule does not apply to steps that have this metric
+
+    def applies(self, history: History) -> bool:
+        """Whether the last step has the metric, measured where and on the kind of data that the rule is for."""
+        measured = history.last(self.metric) and not history.last(self.unless)
+        return bool(measured) and self.stale in (None, history.stale)
+
+
+def at_least(limit: float, sentence: str, *, steps: int = 1) -> Problem:
+    """Problem: the metric is at least `limit`, or not finite, in each of the last `steps` steps."""
+
+    def problem(history: History, name: str) -> str | None:
+        values = history.last(name, steps)
+        return sentence.format(values[-1]) if values and not any(value < limit for value in values) else None
+
+    return problem
+
+
+def spike(sentence: str, *, floor: float, limit: float = math.inf) -> Problem:
+    """Problem: the metric is above `limit`, or above both `floor` and 10 times its median."""
+
+    def problem(history: History, name: str) -> str | None:
+        value = history.last(name)[0]
+        earlier = history.before(name)
+        usual = median(earlier) if len(earlier) >= 5 else math.inf
+
+        if value > limit or value > max(floor, 10 * usual):
+            comparison = f", median {usual:.2g}" if usual < math.inf else ""
+            return f"{sentence}: {name} is {value:.3g}{comparison}."
+        return None
+
+    return problem
 
 
 def no_reward_variance(history: History, name: str) -> str | None:
@@ -191,14 +277,6 @@ class Reading:
     problem: str | None  # one sentence
 
 
-@dataclass(frozen=True, slots=True)
-class Alarm:
-    """A rule that a step broke."""
-
-    name: str
-    text: str  # the problem and the advice
-
-
 def check_rules(history: History) -> dict[str, Reading]:
     """Return a reading of each rule that applies to the last step."""
     return {
@@ -222,8 +300,8 @@ class Alarms:
         self._quiet_until: dict[str, int] = {}
         self._quiet_steps = dict.fromkeys(RULES, QUIET_STEPS)
 
-    def check(self, step: int, metrics: Mapping[str, float]) -> list[Alarm]:
-        """Add a step and return the alarms that it raises."""
+    def check(self, step: int, metrics: Mapping[str, float]) -> dict[str, str]:
+        """Add a step and return the alarms that it raises: name of the rule → problem and advice."""
         self._history.add(metrics)
         problems = {
             name: reading.problem
@@ -231,13 +309,13 @@ class Alarms:
             if reading.problem is not None and not RULES[name].report_only
         }
 
-        raised = []
+        raised = {}
         for name, problem in problems.items():
             if name in self._active or step < self._quiet_until.get(name, step):
                 continue
             self._quiet_until[name] = step + self._quiet_steps[name]
             self._quiet_steps[name] *= 4
-            raised.append(Alarm(name, f"{problem} {RULES[name].advice}"))
+            raised[name] = f"{problem} {RULES[name].advice}"
 
         self._active = set(problems)
         return raised
