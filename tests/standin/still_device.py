@@ -75,10 +75,10 @@ class StillDevice:
     def set_rng_state(self, state: Any, device: Any = None) -> None: ...
 
     def current_stream(self, device: Any = None) -> Any:
-        return Stream()
+        return self.Stream(device)
 
     def default_stream(self, device: Any = None) -> Any:
-        return Stream()
+        return self.Stream(device)
 
     def stream(self, stream: Any) -> Any:
         return contextlib.nullcontext()
