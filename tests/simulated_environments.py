@@ -11,6 +11,7 @@ from typing import Any
 from app.environment.pool import EpisodeSession
 from app.environment.protocol import Task
 from app.environment.wire import Answer, End, Limits, SampleRequest
+from app.environment.worker.calls import Calls
 from app.environment.worker.conversation import Framing
 from app.environment.worker.episode import Episode
 from app.worker.wire import Begin, Close, Closed, Failed
@@ -118,11 +119,18 @@ class SimSession:
             self.ended = "aborted"
 
 
+class AtOnce(Calls):
+    """Calls without a thread, from which virtual time runs away on a busy machine."""
+
+    async def _in_thread(self, function: Callable[..., Any], *args: Any) -> Any:
+        return function(*args)
+
+
 class InProcessEnvironments:
     """`EnvironmentPool` without the process: the worker's own episodes run on the loop of the driver.
 
     Args:
-        make: Makes the environment of an episode; its methods are async, because threads know no virtual time.
+        make: Makes the environment of an episode.
         renderer: Of the model.
         limits: Of each episode.
     """
@@ -148,6 +156,7 @@ class InProcessEnvironments:
         begin = Begin(number, {"task": fields, "prompt": list(prompt_ids)})
         framing = Framing(None, "", "")
         worker.episode = Episode(begin, self.make, ask, self.renderer, self.limits, framing, lambda policy: "")
+        worker.episode._calls = AtOnce()
         worker.playing = asyncio.create_task(worker.episode.play())
 
         def played(done: "asyncio.Task[Any]") -> None:

@@ -110,15 +110,13 @@ class EngineSupervisor:
 
     async def diagnose(self, engines: Engines) -> None:
         """Check these engines, all at the same time, and mark the lost ones."""
-
-        async def check(index: int, engine: RolloutEngine) -> None:
-            try:
-                await engine.check()
-            except EngineError as error:
+        errors = await asyncio.gather(*(engine.check() for engine in engines.values()), return_exceptions=True)
+        for (index, engine), error in zip(engines.items(), errors, strict=True):
+            if isinstance(error, EngineError):
                 self.unsynced.discard(index)
                 self.pool.mark_lost(engine, as_lost(error))
-
-        await asyncio.gather(*(check(index, engine) for index, engine in engines.items()))
+            elif error is not None:
+                raise error
 
     async def _abort_requests(self, engine: RolloutEngine) -> None:
         try:

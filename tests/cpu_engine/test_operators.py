@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from app.cpu_engine import operators
-from app.cpu_engine.dense_model import queries_keys_values
 from app.cpu_engine.kv_cache import attend
 from app.cpu_engine.matmul import linear, use_onednn_matmul
 
@@ -94,23 +93,6 @@ def test_what_is_not_plain_stays_sglangs() -> None:
     for changed in ({"rotary_dim": WIDTH // 2}, {"is_neox_style": False}, {"cos_sin_cache": half}):
         assert operators.rotary_embedding(rotary(**changed), torch.arange(TOKENS), x, x) == "SGLang's"
     assert operators.rotary_embedding(rotary(), torch.arange(TOKENS), x, x, torch.ones(TOKENS)) == "SGLang's"
-
-
-def test_qwen3s_projection_gives_normed_and_rotated_queries_and_keys_and_plain_values() -> None:
-    layer, positions = rotary(), torch.randint(50, (TOKENS,))
-    attention = SimpleNamespace(
-        num_heads=HEADS, num_kv_heads=KEY_HEADS, head_dim=WIDTH, q_norm=norm(WIDTH), k_norm=norm(WIDTH)
-    )
-    projected = torch.randn(TOKENS, (HEADS + 2 * KEY_HEADS) * WIDTH)
-    turn = operators.cos_and_sin(layer.cos_sin_cache, positions)
-    given = projected.clone()
-    q, k, v = queries_keys_values(attention, projected, turn)
-
-    query, key, value = given.split([HEADS * WIDTH, KEY_HEADS * WIDTH, KEY_HEADS * WIDTH], dim=-1)
-    for actual, expected, weight in ((q, query, attention.q_norm.weight), (k, key, attention.k_norm.weight)):
-        heads = exact_norm(expected.view(TOKENS, -1, WIDTH), weight).flatten(1)
-        close(actual, exact_rotation(heads, layer, positions))
-    assert torch.equal(v, value)
 
 
 def test_attention_over_a_padded_copy_is_that_over_each_requests_own_tokens() -> None:

@@ -126,8 +126,7 @@ def saved_on_sigterm(run: Run) -> int:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@BOTH
-@pytest.mark.parametrize(("ranks", "then"), [(1, 2), (2, 1)])
+@pytest.mark.parametrize(("placement", "ranks", "then"), [("colocate", 1, 2), ("fully_async", 2, 1)])
 def test_a_run_goes_on_with_another_number_of_ranks(
     placement: str, ranks: int, then: int, start: Callable[..., Run]
 ) -> None:

@@ -82,9 +82,14 @@ async def rollouter_of(
     """A rollouter with an environment; afterwards no process and no descriptor of its workers is left."""
     async with running_pool(spec, episodes=64, log=log, **pool) as environments:
         failures = episode_failures(1.0, 10**6, lambda sentence: None)
-        episodes = Episodes(environments, EpisodeLimits(max_prompt, room, retries), failures, seed=0)
-        scorer = Scorer(RewardConfig(components={"environment": 1.0}))
-        yield Rollouter(EnginePool(engines), scorer, build_tokenizer(256), Timeline(), RecoveryConfig(), episodes)
+        yield rollouter_with(Episodes(environments, EpisodeLimits(max_prompt, room, retries), failures, 0), engines)
+
+
+def rollouter_with(episodes: Episodes, engines: Sequence[Any], timeline: Timeline | None = None) -> Rollouter:
+    """A rollouter whose reward is the score of the environment."""
+    scorer = Scorer(RewardConfig(components={"environment": 1.0}))
+    tokenizer = build_tokenizer(256)
+    return Rollouter(EnginePool(engines), scorer, tokenizer, timeline or Timeline(), RecoveryConfig(), episodes)
 
 
 def prompt(number: int = 0, text: str = "6*7=") -> Prompt:

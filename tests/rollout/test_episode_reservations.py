@@ -10,23 +10,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.config.recovery import RecoveryConfig
-from app.config.reward import RewardConfig
 from app.environment.protocol import EpisodeOver, Policy, Task
 from app.environment.wire import Limits
 from app.errors import EngineLost
-from app.reward.scorer import Scorer
 from app.rollout.episodes import EpisodeLimits, Episodes
 from app.rollout.episodes.player import episode_failures
-from app.rollout.pool import EnginePool
 from app.rollout.requests import Aborted
 from app.rollout.rollouter import Rollouter
-from app.tracking.run_folder.timeline import Timeline
 from app.types import Completion, Ending, FinishReason, GroupRequest, Sampling, Trajectory
 from tests.environment.characters import Characters
+from tests.rollout.episodes import rollouter_with
 from tests.simulated_environments import InProcessEnvironments
 from tests.simulation import SimEngine, now, prompts, run_virtual, virtual
-from tests.tiny_models.tokenizer import build_tokenizer
 
 LIMIT = 64  # tokens of a trajectory
 LIMITS = Limits(max_turns=99, max_turn_tokens=None, max_observation_tokens=999, timeout_s=1e6, episode_s=1e6)
@@ -93,9 +88,7 @@ class Agent:
 def rollouter_of(play: Play, engines: Sequence[Engine]) -> Rollouter:
     environments: Any = InProcessEnvironments(lambda: Agent(play), Characters(), LIMITS)
     failures = episode_failures(1.0, 9, lambda text: None)
-    episodes = Episodes(environments, EpisodeLimits(64, LIMIT, 0), failures, seed=0)
-    scorer = Scorer(RewardConfig(components={"environment": 1.0}))
-    return Rollouter(EnginePool(engines), scorer, build_tokenizer(256), Timeline(), RecoveryConfig(), episodes)
+    return rollouter_with(Episodes(environments, EpisodeLimits(64, LIMIT, 0), failures, seed=0), engines)
 
 
 async def one(rollouter: Rollouter) -> Trajectory:

@@ -3,27 +3,23 @@
 import asyncio
 import re
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 
-from app.config.environment import EnvironmentConfig
-from app.config.recovery import RecoveryConfig
-from app.config.reward import RewardConfig
 from app.environment.protocol import Task
 from app.errors import EngineLost, RunError
-from app.reward.scorer import Scorer
 from app.rollout.episodes import EpisodeLimits, Episodes
+from app.rollout.episodes.attempt import MIN_SHOWN_S
 from app.rollout.episodes.player import episode_failures
-from app.rollout.pool import EnginePool
 from app.rollout.requests import Aborted
-from app.rollout.rollouter import Rollouter
 from app.tracking.run_folder.timeline import Timeline
 from app.types import Completion, Ending, Group, GroupRequest, Sampling
+from tests.rollout.episodes import rollouter_with
 from tests.simulated_environments import OBSERVATION, Script, SimEnvironments
 from tests.simulation import SimEngine, now, prompts, run_virtual, virtual
-from tests.tiny_models.tokenizer import build_tokenizer
 
 SAMPLING = Sampling(1.0, 1.0, 64)
 PROMPT = [0, 1, 2]
@@ -41,6 +37,13 @@ class RecordingEngine(SimEngine):
         return await super().generate(request)
 
 
+class VirtualTimeline(Timeline):
+    """Its clock is the event loop's."""
+
+    def now(self) -> float:
+        return now()
+
+
 class Setting:
     """A rollouter with simulated environments and engines."""
 
@@ -53,6 +56,7 @@ class Setting:
         retries: int = 1,
         max_failed_fraction: float = 0.5,
         window: int = 8,
+        timeline: Timeline | None = None,
     ) -> None:
         self.engines = [RecordingEngine(lambda _: 1.0, lambda p, m: True, name=f"engine {i}") for i in range(engines)]
         self.environments = SimEnvironments(script)
@@ -61,14 +65,7 @@ class Setting:
         failures = episode_failures(max_failed_fraction, window, self.warnings.append)
         environments: Any = self.environments
         self.episodes = Episodes(environments, limits, failures, seed=0)
-        self.rollouter = Rollouter(
-            EnginePool(self.engines),
-            Scorer(RewardConfig(components={"environment": 1.0})),
-            build_tokenizer(256),
-            Timeline(),
-            RecoveryConfig(),
-            self.episodes,
-        )
+        self.rollouter = rollouter_with(self.episodes, self.engines, timeline)
 
     async def group(self, size: int = 2, prompt: int = 0, max_tokens: int = 64) -> Group:
         sampling = Sampling(1.0, 1.0, max_tokens)
@@ -245,6 +242,14 @@ async def test_the_members_of_a_group_have_one_seed_and_groups_have_others() -> 
     assert seeds[0] == seeds[1] != seeds[2] == seeds[3]
 
 
-def test_an_environment_without_a_name_of_its_own_is_a_single_turn() -> None:
-    assert not EnvironmentConfig().multi_turn
-    assert EnvironmentConfig(_target_="my.Own").module == "own"
+@virtual
+async def test_a_slow_stretch_of_an_environment_is_on_the_timeline_and_neither_a_fast_one_nor_a_turn_is() -> None:
+    slow, timeline = 5 * MIN_SHOWN_S, VirtualTimeline()
+    setting = Setting(
+        lambda task, number: Script(turns=2, seconds=slow if number else MIN_SHOWN_S / 5), timeline=timeline
+    )
+    await setting.group(size=2)
+    spans = [span for span in timeline._spans if span.track == "environment"]
+    assert [span.name for span in spans] == ["sim/0 member 1"] * 3  # before each turn, and at the end
+    assert [span.end - span.start for span in spans] == pytest.approx([slow] * 3)
+    assert [after.start - before.end for before, after in pairwise(spans)] == pytest.approx([1.0] * 2)
