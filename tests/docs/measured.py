@@ -285,7 +285,7 @@ def learning_real() -> str:
     for run in runs:
         shown = (run["accuracies"].get(step) for step in steps)
         accuracies = ("" if accuracy is None else f"{100 * accuracy:.0f} %" for accuracy in shown)
-        minutes = round(run["run_seconds"] / 60) if "run_seconds" in run else ""
+        minutes = round(run["run_seconds"] / 60) if "run_seconds" in run else "–"
         table += row(f"`{run['overrides']}`", *accuracies, minutes)
     return table
 
