@@ -9,9 +9,12 @@ dies, and then loses what it had not written.
 
 import json
 import logging
+import tempfile
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from app.errors import one_line
@@ -66,6 +69,7 @@ class WeightsAndBiases:
             upload = f"wandb sync {options.folder}/offline-run-*"
             options.warn(f"wandb records this run offline: {one_line(error)} To upload it, run: {upload}")
             self._run = start(mode="offline")
+        _renew_media_folder()
         self._progress.opened(run_id)
         self._sent = -1  # the last step; lost if the helper process is killed before it has written it
         if options.resumed_at is not None:
@@ -108,6 +112,15 @@ class WeightsAndBiases:
         self._run.finish(exit_code=EXIT_CODES.get(status, 1))  # returns when everything is written or sent
         self._progress.confirm(self._sent)
         wandb.teardown()  # the helper is of this run; the next run of this process (in a sweep) starts a new one
+
+
+def _renew_media_folder() -> None:
+    """Give W&B a folder for tables again: its own, made once for the process, went with an earlier job of a sweep."""
+    with suppress(ImportError):  # W&B names it nowhere in public
+        from wandb.sdk.data_types._private import MEDIA_TMP
+
+        if not Path(MEDIA_TMP.name).exists():
+            MEDIA_TMP.name = tempfile.mkdtemp(prefix="wandb-media-")
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> Any:

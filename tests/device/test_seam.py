@@ -18,13 +18,12 @@ NAMES = re.compile(r"(?<![a-z])(cuda|npu|nccl|hccl)(?![a-z])", re.I)
 SEAM = APP / "device"
 ALLOWED = {
     "app/config/device.py": {"cuda", "npu"},  # the values of `device.kind`
-    "app/mode/doctor/device.py": {"cuda"},  # the driver of NVIDIA's cards is compared with torch's CUDA
     # A local Ray counts NPUs only if their number is passed.
     "app/cluster/connect.py": {"npu"},
     # On CUDA only, torch puts the device index into a tensor's handle; two processes may number devices differently.
     "app/weight_sync/transport/ipc_payload.py": {"cuda", "CUDA_DEVICE_ARGUMENT"},
 }
-DRIVER_CHECK = "nvidia.py"  # of the doctor
+DRIVER_CHECK = APP / "mode" / "doctor" / "device.py"  # compares the driver of NVIDIA's cards with torch's CUDA
 # SGLang uses these names on every device.
 SGLANG_NAMES = {
     "cuda_graph",
@@ -64,7 +63,7 @@ def device_names(path: Path) -> list[str]:
 
 
 def test_shared_code_names_no_device() -> None:
-    outside = [path for path in APP.rglob("*.py") if SEAM not in path.parents and path.name != DRIVER_CHECK]
+    outside = [path for path in APP.rglob("*.py") if SEAM not in path.parents and path != DRIVER_CHECK]
     assert [name for path in outside for name in device_names(path)] == []
 
 

@@ -82,11 +82,13 @@ def test_a_killed_driver_leaves_no_helper_and_its_resume_sends_what_was_not_conf
     assert warnings(tmp_path) == []
 
 
-def test_samples_are_tables_of_bounded_length_at_evaluations_and_every_few_steps(tmp_path: Path) -> None:
+def test_samples_are_tables_of_bounded_length_also_in_a_later_job_of_a_sweep(tmp_path: Path) -> None:
+    with process_reaper():
+        record(CONFIG, tmp_path / "earlier", (1,))
     config = offline("wandb")
     config.tracking.samples_per_step = 1000
     groups = [group(7, [0.5, float("nan")])]
-    with RunFolderRecorder(config, tmp_path) as recorder:
+    with process_reaper(), RunFolderRecorder(config, tmp_path) as recorder:
         recorder.log_eval(0, {"eval": {"accuracy": 0.5}}, [group(row, [1.0] * 4) for row in range(50)])
         for step in range(1, SAMPLES_EVERY + 1):
             recorder.log_samples(step, groups, lambda ids: f"question {list(ids)}")
