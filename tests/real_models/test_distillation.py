@@ -42,13 +42,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run.folder / "export"
 
 
-@pytest.mark.parametrize("who", ["a trained SmolLM2", "itself, given the answers"])
-def test_smollm2_learns_from_a_teacher_without_any_reward(
-    who: str, request: pytest.FixtureRequest, start: Callable[..., Run], record_property: Callable[[str, object], None]
+def test_smollm2_learns_from_a_trained_smollm2_without_any_reward(
+    trained: Path, start: Callable[..., Run], record_property: Callable[[str, object], None]
 ) -> None:
-    own = "teacher.prompt='{question} The answer is {answer}.'"
-    given = own if who.startswith("itself") else f"teacher.path={request.getfixturevalue('trained')}"
-    run = start(*sums("algorithm=opd", given, f"steps={STEPS}", f"eval.every={STEPS}", "checkpoint.keep=0"))
+    few = [f"steps={STEPS}", f"eval.every={STEPS}", "checkpoint.keep=0"]
+    run = start(*sums("algorithm=opd", f"teacher.path={trained}", *few))
     assert run.wait(LIMIT_S) == 0, run.text
     assert run.gone_within(15), run.processes()
 
