@@ -5,8 +5,9 @@
 All run the same workload on the same two cores, in turns: 8 sums of two-digit numbers per step in the model's chat
 template, groups of 8, completions of up to 32 tokens, a trivial reward, one AdamW update per step; TRL in microbatches
 of 8 rows, which served it best, ours in microbatches of as many positions. In bfloat16 TRL computes with autocast, ours
-with bfloat16 copies of its float32 weights. FOLDER is SmolLM2-135M-Instruct unless named (`tests.real_models`). PYTHON
-is the interpreter of an environment with TRL; tests/bench/trl_grpo.py shows how to create one.
+with bfloat16 copies of its float32 weights. The sides with `lora`, measured when named, train adapters of rank 16 on
+all linear layers, TRL those of PEFT. FOLDER is SmolLM2-135M-Instruct unless named (`tests.real_models`). PYTHON is the
+interpreter of an environment with TRL; tests/bench/trl_grpo.py shows how to create one.
 
 Steps, memory, rounds and `--add` are those of tests/bench/end_to_end.py. Prints one JSON line.
 """
@@ -25,6 +26,8 @@ from tests.real_models import real_model
 
 SUMS = Shape(prompts_per_step=8, group_size=8, prompt_tokens=64, max_tokens=32, microbatch_tokens=640)
 SIDES = ("trl float32", "trl bfloat16", "colocate float32", "colocate bfloat16", "fully_async float32")
+LORA_SIDES = ("trl float32 lora", "colocate float32 lora")
+LORA_RANK = 16
 NAMES = ("seconds_per_step", "generate_seconds", "tokens_per_second", "peak_pss_mib")
 
 
@@ -45,11 +48,13 @@ def measure(side: str, python: str, model: Path, steps: int, folder: Path) -> di
     counted_from = ASYNC_WARM_UP if side.startswith("fully_async") else WARM_UP
     steps += counted_from
     prompts = save_sums(folder / "sums.jsonl", SUMS.prompts_per_step * (steps + 4))
-    who, dtype = side.split()
+    who, dtype, *lora = side.split()
+    rank = LORA_RANK if lora else 0
     if who == "trl":
-        found = trl(python, model, prompts, steps, [*TRL_SETTINGS, "--chat", "--dtype", dtype], SUMS)
+        options = ["--chat", "--dtype", dtype, "--lora-rank", str(rank)]
+        found = trl(python, model, prompts, steps, [*TRL_SETTINGS, *options], SUMS)
     else:
-        settings = {"data": "rows", "device.dtype": dtype}
+        settings = {"data": "rows", "device.dtype": dtype, "model.lora.rank": rank}
         found = ours(model, prompts, steps, folder, who, shape=SUMS, settings=settings)
     print(side, found, file=sys.stderr)  # progress: a round takes minutes
     return {**asdict(found), "before": before}
@@ -57,18 +62,20 @@ def measure(side: str, python: str, model: Path, steps: int, folder: Path) -> di
 
 def summary(rounds: list[dict[str, Any]], model: Path, steps: int) -> dict[str, Any]:
     """Return the medians of each side, and of our ratios to TRL in its better dtype."""
-    sides = [side for side in SIDES if all(side in each for each in rounds)]
+    sides = [side for side in (*SIDES, *LORA_SIDES) if all(side in each for each in rounds)]
     peers = [side for side in sides if side.startswith("trl")]
 
-    def ratio(side: str) -> dict[str, float]:
-        best = (max(each[peer]["tokens_per_second"] for peer in peers) for each in rounds)
-        return spread((each[side]["tokens_per_second"] / peer for each, peer in zip(rounds, best, strict=True)), 2)
+    def ratio(side: str, name: str) -> dict[str, float]:
+        """To the peer's that computed faster in the same round."""
+        best = (max((each[peer] for peer in peers), key=lambda run: run["tokens_per_second"]) for each in rounds)
+        return spread((each[side][name] / peer[name] for each, peer in zip(rounds, best, strict=True)), 2)
 
     return {
         "what": "real_models",
         "model": model.name,
-        "tokens_per_second_over_trls_better_dtype": {
-            side: ratio(side) for side in sides if peers and side not in peers
+        **{
+            f"{name}_over_trls_better_dtype": {side: ratio(side, name) for side in sides if peers and side not in peers}
+            for name in ("tokens_per_second", "peak_pss_mib")
         },
         **{side: {name: spread((each[side][name] for each in rounds), 2) for name in NAMES} for side in sides},
         "steps": steps,
@@ -83,7 +90,7 @@ def main() -> None:
     options.add_argument("--peer", required=True, help="Python interpreter of an environment with TRL")
     options.add_argument("--model", type=Path, help="Hugging Face directory with a chat template")
     options.add_argument("--steps", type=int, default=4, help="of each run, after those that are not counted")
-    options.add_argument("--only", nargs="+", choices=SIDES, default=SIDES, metavar="SIDE")
+    options.add_argument("--only", nargs="+", choices=(*SIDES, *LORA_SIDES), default=SIDES, metavar="SIDE")
     chosen, earlier = options.parse()
 
     model = chosen.model or real_model("smollm2")

@@ -1,6 +1,6 @@
 """The baseline of end_to_end.py: TRL's GRPOTrainer with the same workload on a CPU, in an environment with TRL.
 
-    python -m venv peer && peer/bin/pip install torch==2.13.0 trl==1.16.0 transformers datasets
+    python -m venv peer && peer/bin/pip install torch==2.13.0 trl==1.16.0 transformers datasets peft
     peer/bin/python tests/bench/trl_grpo.py --model FOLDER --prompts FILE --steps 8 --microbatch 8 …
 
 Prints one JSON line: of each step the seconds, those of them spent generating, and the completion tokens. TRL generates
@@ -15,6 +15,7 @@ from importlib.metadata import version
 
 import torch
 from datasets import Dataset
+from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
@@ -59,6 +60,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, required=True)
     parser.add_argument("--microbatch", type=int, required=True, help="trajectories of a forward and backward pass")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--lora-rank", type=int, default=0, help="of PEFT's adapters on all linear layers; 0: none")
     parser.add_argument("--chat", action="store_true", help="prompts are messages of a user, in the model's template")
     parser.add_argument("--continuous-batching", action="store_true", help="of transformers, for generation")
     args = parser.parse_args()
@@ -79,6 +81,7 @@ def main() -> None:
         processing_class=AutoTokenizer.from_pretrained(args.model),
         reward_funcs=reward,
         callbacks=[clock],
+        peft_config=LoraConfig(r=args.lora_rank, target_modules="all-linear") if args.lora_rank else None,
         train_dataset=Dataset.from_dict({"prompt": prompts}),
         args=GRPOConfig(
             output_dir=tempfile.mkdtemp(),
@@ -104,7 +107,7 @@ def main() -> None:
     print(
         json.dumps(
             {
-                "versions": {package: version(package) for package in ("trl", "transformers", "torch")},
+                "versions": {package: version(package) for package in ("trl", "transformers", "torch", "peft")},
                 "threads": torch.get_num_threads(),
                 "seconds": clock.seconds,
                 "generation_seconds": trainer.generation_seconds,

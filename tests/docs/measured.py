@@ -6,11 +6,11 @@ A page has them between `<!-- measured: NAME -->` and `<!-- end -->`. A result t
 import json
 import re
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.bench.real_models import SIDES
+from tests.bench.real_models import LORA_SIDES, SIDES
 from tests.docs.markdown import ROOT
 
 RESULTS = ROOT / "tests" / "bench" / "results"
@@ -251,21 +251,29 @@ def end_to_end() -> str:
     return f"{table}\n{textwrap.fill(text, 128)}\n"
 
 
-def real_models() -> str:
-    result = load("real_models")
-    sides = [side for side in SIDES if side in result]
+def real_models(name: str = "real_models", asked: Sequence[str] = SIDES) -> str:
+    result = load(name)
+    sides = [side for side in asked if side in result]
     table = header(result["model"], *RUN_COLUMN_TITLES)
     for side in sides:
         table += row(f"`{side}`", *(number(result[side][name], digits) for name, digits in RUN_COLUMNS.items()))
 
-    ratios = result["tokens_per_second_over_trls_better_dtype"]
-    shown = ", ".join(f"`{side}` {number(ratio, '.2f')} ×" for side, ratio in ratios.items())
+    speeds, sizes = (ratios(result[f"{name}_over_trls_better_dtype"]) for name in ("tokens_per_second", "peak_pss_mib"))
     text = (
-        f"Tokens/s over TRL's: {shown}. Counted steps a round: {result['steps']}. {load_sentence(result, tuple(sides))}"
+        f"Tokens/s over TRL's: {speeds}. Memory over TRL's: {sizes}. Counted steps a round: {result['steps']}. "
+        f"{load_sentence(result, tuple(sides))}"
     )
-    missing = [side for side in SIDES if side not in sides]
+    missing = [side for side in asked if side not in sides]
     text += f" Not measured: {', '.join(missing)}." if missing else ""
     return f"{table}\n{textwrap.fill(text, 128)}\n"
+
+
+def ratios(of_sides: Mapping[str, Mapping[str, float]]) -> str:
+    return ", ".join(f"`{side}` {number(ratio, '.2f')} ×" for side, ratio in of_sides.items())
+
+
+def real_models_lora() -> str:
+    return real_models("real_models_lora", LORA_SIDES)
 
 
 PLACEMENT_RUNS = {"fully_async": "grpo fully_async", "colocate": "grpo colocate"}  # of the learning bench
@@ -370,6 +378,10 @@ def missed() -> str:
             ratios = whole[f"{side}_over_trl"]
             at_least.append((f"{placement} over TRL, tokens/s", ratios["tokens_per_second"], least))
             at_most.append((f"{placement} over TRL, memory", ratios["peak_pss_mib"], 0.5))
+    if (RESULTS / "real_models.json").exists():
+        speeds = load("real_models")["tokens_per_second_over_trls_better_dtype"]
+        targets = {"colocate float32": 2.5, "colocate bfloat16": 4.0, "fully_async float32": 3.0}
+        at_least += [(f"`{side}` over TRL on SmolLM2-135M, tokens/s", speeds[side], targets[side]) for side in speeds]
 
     found = [
         f"- {name}: {median(value, '.3g')}, target at most {target}\n"
@@ -403,6 +415,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
         trainer,
         end_to_end,
         real_models,
+        real_models_lora,
         learning,
         learning_real,
         placements,
