@@ -6,11 +6,11 @@ A page has them between `<!-- measured: NAME -->` and `<!-- end -->`. A result t
 import json
 import re
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.bench.real_models import LORA_SIDES, SIDES
+from tests.bench.real_models import SIDES
 from tests.docs.markdown import ROOT
 
 RESULTS = ROOT / "tests" / "bench" / "results"
@@ -251,9 +251,9 @@ def end_to_end() -> str:
     return f"{table}\n{textwrap.fill(text, 128)}\n"
 
 
-def real_models(name: str = "real_models", asked: Sequence[str] = SIDES) -> str:
-    result = load(name)
-    sides = [side for side in asked if side in result]
+def real_models() -> str:
+    result = load("real_models")
+    sides = [side for side in SIDES if side in result]
     table = header(result["model"], *RUN_COLUMN_TITLES)
     for side in sides:
         table += row(f"`{side}`", *(number(result[side][name], digits) for name, digits in RUN_COLUMNS.items()))
@@ -263,17 +263,13 @@ def real_models(name: str = "real_models", asked: Sequence[str] = SIDES) -> str:
         f"Tokens/s over TRL's: {speeds}. Memory over TRL's: {sizes}. Counted steps a round: {result['steps']}. "
         f"{load_sentence(result, tuple(sides))}"
     )
-    missing = [side for side in asked if side not in sides]
+    missing = [side for side in SIDES if side not in sides]
     text += f" Not measured: {', '.join(missing)}." if missing else ""
     return f"{table}\n{textwrap.fill(text, 128)}\n"
 
 
 def ratios(of_sides: Mapping[str, Mapping[str, float]]) -> str:
     return ", ".join(f"`{side}` {number(ratio, '.2f')} ×" for side, ratio in of_sides.items())
-
-
-def real_models_lora() -> str:
-    return real_models("real_models_lora", LORA_SIDES)
 
 
 PLACEMENT_RUNS = {"fully_async": "grpo fully_async", "colocate": "grpo colocate"}  # of the learning bench
@@ -415,7 +411,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
         trainer,
         end_to_end,
         real_models,
-        real_models_lora,
         learning,
         learning_real,
         placements,
