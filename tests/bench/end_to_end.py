@@ -48,6 +48,7 @@ TUNED_SETTINGS = {  # of --tune
 SAMPLE_SECONDS = 3.0  # sampling a dozen processes takes 0.1 s
 DEADLINE_SECONDS = 1800  # for one run
 ASYNC_WARM_UP = 4  # the same of fully_async, which first fills its buffer
+ASYNC_COOL_DOWN = 3  # its last steps, not counted: what they train on was generated in the steps before
 SIDES = ("trl", "ours", "ours_async")
 MARK = "POSTTRAIN_BENCH_RUN"
 
@@ -119,6 +120,7 @@ def ours(
     settings: Mapping[str, object] = MappingProxyType({}),
 ) -> Measured:
     run = folder / f"run-{secrets.token_hex(4)}"
+    colocate = placement == "colocate"
     overrides = {
         "placement": placement,
         "model": "hf",
@@ -127,7 +129,8 @@ def ours(
         "reward": "exact",
         "data.path": prompts,
         "reward._target_": "tests.bench.end_to_end.reward",
-        "steps": steps + 1,  # the start of the last one is the end of the one before
+        # In colocate, the start of the last one is the end of the one before.
+        "steps": steps + (1 if colocate else ASYNC_COOL_DOWN),
         "algorithm.prompts_per_step": shape.prompts_per_step,
         "algorithm.group_size": shape.group_size,
         "rollout.max_prompt_tokens": shape.prompt_tokens,
@@ -150,13 +153,14 @@ def ours(
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     lines = [line for line in lines if "time/step" in line][:steps]
     names = ("time/train", "time/sync", "mismatch/abs_difference", "staleness/mean")
-    detail = {name: round(statistics.median(line[name] for line in lines[WARM_UP:]), 7) for name in names}
+    warm_up = WARM_UP if colocate else ASYNC_WARM_UP
+    detail = {name: round(statistics.median(line[name] for line in lines[warm_up:]), 7) for name in names}
     generate, tokens, between = (
         [line[name] for line in lines] for name in ("time/generate", "tokens/completion", "time/step")
     )
     # In fully_async a step of the metrics lasts from one sync to the next.
-    seconds = step_seconds(run) if placement == "colocate" else between
-    return measured(seconds, generate, tokens, memory, detail, WARM_UP if placement == "colocate" else ASYNC_WARM_UP)
+    seconds = step_seconds(run) if colocate else between
+    return measured(seconds, generate, tokens, memory, detail, warm_up)
 
 
 def step_seconds(run: Path) -> list[float]:
@@ -174,8 +178,14 @@ def measured(
     detail: dict[str, Any],
     warm_up: int = WARM_UP,
 ) -> Measured:
-    """Summarize a run; the lists have an entry per step, of which the first `warm_up` are not counted."""
+    """Summarize a run; the lists have an entry per step, of which the first `warm_up` are not counted.
+
+    Raises:
+        ValueError: No completion was generated during a counted step, so its seconds are those of training alone.
+    """
     counted = seconds[warm_up:]
+    if not all(generate[warm_up:]):
+        raise ValueError(f"a counted step without generation; seconds of generation per step: {generate}")
     return Measured(
         seconds_per_step=round(statistics.median(counted), 2),
         generate_seconds=round(statistics.median(generate[warm_up:]), 2),

@@ -61,20 +61,24 @@ def measure(side: str, python: str, model: Path, steps: int, folder: Path) -> di
 
 
 def summary(rounds: list[dict[str, Any]], model: Path, steps: int) -> dict[str, Any]:
-    """Return the medians of each side, and of our ratios to TRL in its better dtype."""
+    """Return the medians of each side, and of our ratios to TRL in its better dtype, like with like in adapters."""
     sides = [side for side in (*SIDES, *LORA_SIDES) if all(side in each for each in rounds)]
-    peers = [side for side in sides if side.startswith("trl")]
+    peers = {
+        side: [peer for peer in sides if peer.startswith("trl") and (peer in LORA_SIDES) == (side in LORA_SIDES)]
+        for side in sides
+        if not side.startswith("trl")
+    }
 
     def ratio(side: str, name: str) -> dict[str, float]:
         """To the peer's that computed faster in the same round."""
-        best = (max((each[peer] for peer in peers), key=lambda run: run["tokens_per_second"]) for each in rounds)
+        best = (max((each[peer] for peer in peers[side]), key=lambda run: run["tokens_per_second"]) for each in rounds)
         return spread((each[side][name] / peer[name] for each, peer in zip(rounds, best, strict=True)), 2)
 
     return {
         "what": "real_models",
         "model": model.name,
         **{
-            f"{name}_over_trls_better_dtype": {side: ratio(side, name) for side in sides if peers and side not in peers}
+            f"{name}_over_trls_better_dtype": {side: ratio(side, name) for side in peers if peers[side]}
             for name in ("tokens_per_second", "peak_pss_mib")
         },
         **{side: {name: spread((each[side][name] for each in rounds), 2) for name in NAMES} for side in sides},

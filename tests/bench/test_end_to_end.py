@@ -1,11 +1,13 @@
 """The comparisons with TRL count wall-clock time, and take TRL in the dtype that serves it better."""
 
+import os
 from pathlib import Path
 
 import pytest
 
 from app.tracking.run_folder.timeline import Timeline
 from tests.bench import end_to_end, real_models
+from tests.bench.end_to_end import Memory
 
 
 def test_a_step_lasts_until_the_next_one_starts(tmp_path: Path) -> None:
@@ -18,17 +20,27 @@ def test_a_step_lasts_until_the_next_one_starts(tmp_path: Path) -> None:
     assert end_to_end.step_seconds(tmp_path) == pytest.approx([7.0, 13.5], abs=1e-5)
 
 
+def test_a_counted_step_without_generation_is_refused() -> None:
+    """The last steps of fully_async train while the engines have nothing left to do."""
+    memory = Memory(os.getpid(), "no such mark")
+    memory.stop()
+    with pytest.raises(ValueError, match="without generation"):
+        end_to_end.measured([9.0, 2.0, 1.0], [3.0, 2.0, 0.0], [10, 10, 10], memory, {})
+
+
 def test_ratios_on_real_models_are_to_trl_in_its_better_dtype(tmp_path: Path) -> None:
     def run(speed: float) -> dict[str, object]:
         before = {"load_average": 0.0, "busy_cores": 0.0}
         return {**dict.fromkeys(real_models.NAMES, 1.0), "tokens_per_second": speed, "before": before}
 
-    speeds = dict(zip(real_models.SIDES, (40.0, 50.0, 100.0, 200.0, 150.0), strict=True))
+    sides = (*real_models.SIDES, *real_models.LORA_SIDES)
+    speeds = dict(zip(sides, (40.0, 50.0, 100.0, 200.0, 150.0, 60.0, 90.0), strict=True))
     found = real_models.summary([{side: run(speed) for side, speed in speeds.items()}], tmp_path, 4)
     ratios = found["tokens_per_second_over_trls_better_dtype"]
     assert {side: ratio["median"] for side, ratio in ratios.items()} == {
         "colocate float32": 2.0,
         "colocate bfloat16": 4.0,
         "fully_async float32": 3.0,
+        "colocate float32 lora": 1.5,  # with adapters on both sides
     }
     assert found["busy"] is False
