@@ -70,6 +70,12 @@ class Device:
     # Default of rollout.memory_fraction on devices of an engine's own. The rest has to hold its activations and graphs,
     # and during a weight sync the largest bucket twice. SGLang's own choice for Qwen3.5-9B on 80 GB is 0.756.
     engine_fraction: float = 0.75
+    # The most tokens in an engine's KV cache, which is only as large as the requests at a time need: its memory is
+    # taken from the machine's. None: the cache fills the engine's share of the device.
+    cache_tokens: int | None = None
+    # The fewest requests that an engine accepts at a time, for evaluations if training needs fewer, and the most. 512
+    # is the largest decode graph that SGLang captures by default on cards below 160 GB.
+    request_bounds: tuple[int, int] = (1, 512)
     # Starts a process that imports SGLang, given an environment and a log; yields what forks servers from it.
     fork_server: Callable[[Mapping[str, str], Path], AbstractContextManager[Fork]] | None = None
     prepare_rank: Callable[[], object] | None = None  # called in each trainer rank before it loads its model

@@ -53,8 +53,6 @@ DEVICE = Device(
         "sampling-backend": "pytorch",
         "disable-cuda-graph": True,
         "cuda-graph-max-bs-decode": None,
-        "max-total-tokens": 65536,
-        "max-running-requests": 256,
         "mem-fraction-static": 0.3,
         # A busy-polling scheduler would take a core from the trainer.
         "sleep-on-idle": True,
@@ -72,6 +70,8 @@ DEVICE = Device(
     lora_backend="torch_native",  # app/rollout/sglang_plugin/lora_layers.py
     fork_server=fork_server if CPU_ENGINE else None,
     prepare_rank=use_matmul_of_engines if CPU_ENGINE else None,
+    cache_tokens=65536,
+    request_bounds=(64, 256),
     shares_memory=False,
     fused_optimizer=True,
     head_chunk=2**21,  # these two keep a chunk in its caches

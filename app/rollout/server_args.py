@@ -9,7 +9,6 @@ from app.device import Device
 
 MAX_SEED = 2**31 - 1
 SHARED_FRACTION = 0.7  # of a device's memory, where the trainer's runtime stays on it
-MAX_BATCH = 512  # requests; the largest decode graph that SGLang captures by default on cards below 160 GB
 
 
 def engine_flags(config: RunConfig, device: Device, *, index: int = 0, restarts: int = 0) -> dict[str, object]:
@@ -23,14 +22,15 @@ def engine_flags(config: RunConfig, device: Device, *, index: int = 0, restarts:
     """
     colocate = config.placement.kind is PlacementKind.colocate
     # Above the largest captured batch an engine would decode without graphs; further requests wait for a place.
-    batch = min(config.requests_per_engine, MAX_BATCH)
+    fewest, most = device.request_bounds
+    batch = min(max(config.requests_per_engine, fewest), most)
     return {
         "dtype": config.device.dtype.name,
         "tp-size": config.rollout.tensor_parallel,
         "random-seed": engine_seed(config.seed, index, restarts),
         "skip-tokenizer-init": not config.stop_strings,
         "mem-fraction-static": memory_fraction(config, device),
-        "max-running-requests": batch,
+        **capacity_flags(config, device, batch),
         "cuda-graph-max-bs-decode": batch,
         "trust-remote-code": config.model.trust_remote_code,
         "log-level-http": "warning",
@@ -50,7 +50,7 @@ def teacher_flags(config: RunConfig, device: Device) -> dict[str, object]:
         "random-seed": config.seed,
         "skip-tokenizer-init": True,
         "mem-fraction-static": device.engine_fraction,
-        "max-running-requests": config.teacher.max_requests,
+        **capacity_flags(config, device, config.teacher.max_requests),
         "disable-cuda-graph": True,
         "trust-remote-code": config.model.trust_remote_code,
         "log-level-http": "warning",
@@ -58,6 +58,14 @@ def teacher_flags(config: RunConfig, device: Device) -> dict[str, object]:
         **config.device.engine_args,
         **config.teacher.engine_args,
     }
+
+
+def capacity_flags(config: RunConfig, device: Device, requests: int) -> dict[str, object]:
+    """Return SGLang's flags for so many requests at a time, each of up to `rollout.max_tokens` tokens."""
+    if device.cache_tokens is None:
+        return {"max-running-requests": requests}
+    tokens = min(device.cache_tokens, requests * config.rollout.max_tokens)
+    return {"max-running-requests": requests, "max-total-tokens": tokens}
 
 
 def adapter_flags(config: RunConfig, device: Device) -> dict[str, object]:

@@ -43,7 +43,12 @@ def spec_of(model: Path, folder: Path, name: str, fork: Fork | None) -> ServerSp
         host="127.0.0.1",
         port=0,
         key="bench",
-        flags={**DEVICE.engine_flags, "dtype": "float32", "skip-tokenizer-init": True},
+        flags={
+            **DEVICE.engine_flags,
+            "dtype": "float32",
+            "skip-tokenizer-init": True,
+            "max-total-tokens": DEVICE.cache_tokens,
+        },
         environment={**DEVICE.engine_env, "OMP_NUM_THREADS": "1"},
         log=folder / f"{name}.log",
         fork=fork,

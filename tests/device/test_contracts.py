@@ -14,7 +14,7 @@ from app.config.device import DeviceKind
 from app.device import device_of
 from app.mode.plan.memory import STATES_PER_REQUEST, TRACKING_STATES
 from app.model.policy import FLOAT32_PARAMETERS
-from app.rollout.server_args import MAX_BATCH, engine_flags
+from app.rollout.server_args import engine_flags
 from tests.compose import composed
 from tests.device.packages import Package, installed, metadata, wheel
 
@@ -109,7 +109,7 @@ def test_the_plan_counts_recurrent_states_of_a_request_as_sglang_does(sglang: Pa
 
 def test_our_largest_batch_is_the_largest_graph_of_common_cards(sglang: Package) -> None:
     rule = sglang.read("sglang/srt/arg_groups/memory_hook.py").split("elif gpu_mem < 160 * 1024:")[1].split("else:")
-    assert f"decode_cuda_graph_config.max_bs = {MAX_BATCH}" in rule[1]
+    assert f"decode_cuda_graph_config.max_bs = {device_of(DeviceKind.cuda).request_bounds[1]}" in rule[1]
 
 
 def test_which_decays_an_engine_keeps_in_float32(sglang: Package) -> None:

@@ -1,7 +1,7 @@
-"""Engine and trainer compute what transformers computes for a real pretrained model, in float32.
+"""Engine and trainer compute what transformers computes for real pretrained models, in float32.
 
-SmolLM2 (llama, 30 layers, a tied head), from a short question to contexts of 4,000 tokens; gradients also of
-Qwen2.5-Coder (qwen2, 24 layers, biases).
+SmolLM2 (llama, 30 layers, a tied head) and Qwen2.5-Coder (qwen2, 24 layers, biases, an untied head), from a short question
+to contexts of 4,000 tokens.
 """
 
 import asyncio
@@ -81,7 +81,6 @@ def requests_of(model: Path, text: np.ndarray) -> list[GroupRequest]:
     ]
 
 
-@pytest.mark.parametrize("model", ["smollm2"], indirect=True)
 def test_an_engine_samples_with_the_logprobs_of_transformers(
     engine: RemoteEngine, model: Path, text: np.ndarray
 ) -> None:

@@ -1,4 +1,4 @@
-"""Whole runs of SmolLM2-135M: training, weight syncs, export, resume, LoRA. Real SGLang, FSDP2 and Ray."""
+"""Whole runs of SmolLM2-135M: training, weight syncs, export, resume, LoRA, parity. Real SGLang, FSDP2 and Ray."""
 
 import json
 from collections.abc import Callable
@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from app.mode.parity.compare import FILE
 from app.model.hf_directory import load_tokenizer
 from app.model.hf_import import transformers
 from tests.folders import run_new_app
@@ -54,7 +55,7 @@ def completions(file: Path) -> dict[str, list[int]]:
     return {row["prompt"]: row["tokens"] for row in rows}
 
 
-@pytest.mark.parametrize("placement", ["colocate"])
+@pytest.mark.parametrize("placement", ["colocate", "fully_async"])
 def test_a_run_syncs_exports_and_goes_on(placement: str, start: Start, tmp_path: Path) -> None:
     """`weight_sync.verify=always`: after each sync the engine's weights are those of an exported checkpoint."""
     given = smollm2(f"placement={placement}", "weight_sync.verify=always", "checkpoint.every=1", "checkpoint.keep=1")
@@ -72,6 +73,19 @@ def test_a_run_syncs_exports_and_goes_on(placement: str, start: Start, tmp_path:
     code, text = run_new_app(*evaluation, cwd=tmp_path)
     assert code == 0, text
     assert completions(own / "samples" / "eval_0.jsonl") == trained
+
+
+@pytest.mark.parametrize("name", ["smollm2", "qwen25"])
+def test_a_cpu_in_float32_is_within_the_bounds_of_parity(name: str, start: Start) -> None:
+    """The whole model, its gradients layer by layer, a weight sync and an engine's log-probabilities."""
+    run = start("mode=parity", "model=hf", f"model.path={real_model(name)}", "device.dtype=float32")
+    assert run.wait(LIMIT_S) == 0, run.text
+    assert run.gone_within(15), run.processes()
+    lines = {line["what"]: line for line in json.loads((run.folder / FILE).read_text())["comparisons"]}
+    layers = {"smollm2": 30, "qwen25": 24}[name]
+    assert {f"gradient of layer {layer}" for layer in range(layers)} <= set(lines)
+    assert lines["weight syncs unlike the exported checkpoint"]["error"] == 0
+    assert 0 < lines["engine's log-probabilities"]["error"] < ROUNDING
 
 
 def test_adapters_are_served_and_load_in_peft(start: Start) -> None:

@@ -73,6 +73,25 @@ def test_a_server_of_a_whole_model_holds_no_adapters(overrides: list[str]) -> No
     assert [flag for flag in engine_flags(config, device_of(config.device.kind)) if "lora" in flag] == []
 
 
+@pytest.mark.parametrize(
+    ("overrides", "requests", "tokens"),
+    [
+        (["experiment=cpu1_smollm2"], 16 * 8, 16 * 8 * (64 + 32)),
+        (["experiment=cpu1_smollm2", "algorithm.prompts_per_step=2"], 64, 64 * (64 + 32)),  # as many for evaluations
+        (["experiment=cpu1_smollm2", "placement=fully_async"], 256, 256 * (64 + 32)),  # of (2 + 1) x 128 in flight
+        (["experiment=cpu1_smollm2", "rollout.max_completion_tokens=4000"], 128, 65536),
+        (["device=cuda", "model=qwen3_4b"], 128, None),
+    ],
+)
+def test_on_a_cpu_an_engine_caches_what_its_requests_can_need(
+    overrides: list[str], requests: int, tokens: int | None
+) -> None:
+    config = composed(*overrides)
+    flags = engine_flags(config, device_of(config.device.kind))
+    assert flags["max-running-requests"] == requests
+    assert flags.get("max-total-tokens") == tokens
+
+
 def test_engine_args_may_fix_the_seed_of_every_engine() -> None:
     config = composed("seed=3", "+rollout.engine_args.random-seed=11")
     flags = [engine_flags(config, device_of(config.device.kind), index=index) for index in range(2)]
