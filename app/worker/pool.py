@@ -143,7 +143,9 @@ class WorkerPool:
     async def _start_all(self) -> None:
         try:
             await gather_or_raise(*(self._start(worker) for worker in self._workers))
-        except BaseException:
+        except BaseException as error:
+            if self.closed:  # by `close`, which cancelled this task; its workers raise that they were closed
+                raise asyncio.CancelledError from error
             self.close()
             raise
         self._spawn(self._watch())

@@ -6,10 +6,11 @@ A page has them between `<!-- measured: NAME -->` and `<!-- end -->`. A result t
 import json
 import re
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.bench.machine import spread
 from tests.bench.real_models import SIDES
 from tests.docs.markdown import ROOT
 
@@ -261,13 +262,21 @@ def real_models() -> str:
     speeds, sizes = (
         ratios_of_sides(result[f"{name}_over_trls_better_dtype"]) for name in ("tokens_per_second", "peak_pss_mib")
     )
+    alike = {side: over_trl_alike(result["rounds"], side) for side in sides if not side.startswith("trl")}
     text = (
-        f"Tokens/s over TRL's: {speeds}. Memory over TRL's: {sizes}. Counted steps a round: {result['steps']}. "
+        f"Tokens/s over TRL's: {speeds}. Over TRL in the same dtype: {ratios_of_sides(alike)}. "
+        f"Memory over TRL's: {sizes}. Counted steps a round: {result['steps']}. "
         f"{load_sentence(result, tuple(sides))}"
     )
     missing = [side for side in SIDES if side not in sides]
     text += f" Not measured: {', '.join(missing)}." if missing else ""
     return f"{table}\n{textwrap.fill(text, 128)}\n"
+
+
+def over_trl_alike(rounds: Sequence[Mapping[str, Any]], side: str) -> dict[str, float]:
+    """The tokens/s of a side over those of TRL in the same dtype in the same round."""
+    dtype = side.split()[1]
+    return spread((each[side]["tokens_per_second"] / each[f"trl {dtype}"]["tokens_per_second"] for each in rounds), 2)
 
 
 def ratios_of_sides(ratios: Mapping[str, Mapping[str, float]]) -> str:
