@@ -1,7 +1,7 @@
 """Engine and trainer compute what transformers computes for real pretrained models, in float32.
 
-SmolLM2 (llama, 30 layers, a tied head) and Qwen2.5-Coder (qwen2, 24 layers, biases, an untied head), from a short question
-to contexts of 4,000 tokens.
+SmolLM2 (llama, 30 layers, a tied head) and Qwen2.5-Coder (qwen2, 24 layers, biases, an untied head), from a short
+question to contexts of 4,000 tokens.
 """
 
 import asyncio

@@ -78,7 +78,7 @@ def test_a_run_syncs_exports_and_goes_on(placement: str, start: Start, tmp_path:
 @pytest.mark.parametrize("name", ["smollm2", "qwen25"])
 def test_a_cpu_in_float32_is_within_the_bounds_of_parity(name: str, start: Start) -> None:
     """The whole model, its gradients layer by layer, a weight sync and an engine's log-probabilities."""
-    run = start("mode=parity", "model=hf", f"model.path={real_model(name)}", "device.dtype=float32")
+    run = start("mode=parity", "model=hf", f"model.path={real_model(name)}", *SMALL)
     assert run.wait(LIMIT_S) == 0, run.text
     assert run.gone_within(15), run.processes()
     lines = {line["what"]: line for line in json.loads((run.folder / FILE).read_text())["comparisons"]}
