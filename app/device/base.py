@@ -70,9 +70,9 @@ class Device:
     # Default of rollout.memory_fraction on devices of an engine's own. The rest has to hold its activations and graphs,
     # and during a weight sync the largest bucket twice. SGLang's own choice for Qwen3.5-9B on 80 GB is 0.756.
     engine_fraction: float = 0.75
-    # The most tokens in an engine's KV cache, which is only as large as the requests at a time need: its memory is
-    # taken from the machine's. None: the cache fills the engine's share of the device.
-    cache_tokens: int | None = None
+    # The most tokens in an engine's KV cache, which then is only as large as its requests can need, since it takes the
+    # machine's memory. None: the cache fills the engine's share of the device.
+    max_kv_tokens: int | None = None
     # The fewest requests that an engine accepts at a time, for evaluations if training needs fewer, and the most. 512
     # is the largest decode graph that SGLang captures by default on cards below 160 GB.
     request_bounds: tuple[int, int] = (1, 512)

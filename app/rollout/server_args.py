@@ -62,10 +62,11 @@ def teacher_flags(config: RunConfig, device: Device) -> dict[str, object]:
 
 def capacity_flags(config: RunConfig, device: Device, requests: int) -> dict[str, object]:
     """Return SGLang's flags for so many requests at a time, each of up to `rollout.max_tokens` tokens."""
-    if device.cache_tokens is None:
+    if device.max_kv_tokens is None:
         return {"max-running-requests": requests}
-    tokens = min(device.cache_tokens, requests * config.rollout.max_tokens)
-    return {"max-running-requests": requests, "max-total-tokens": tokens}
+    # Of at least the fewest requests: SGLang refuses a request that fills the whole cache.
+    needed = max(requests, device.request_bounds[0]) * config.rollout.max_tokens
+    return {"max-running-requests": requests, "max-total-tokens": min(device.max_kv_tokens, needed)}
 
 
 def adapter_flags(config: RunConfig, device: Device) -> dict[str, object]:

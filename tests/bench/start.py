@@ -47,7 +47,7 @@ def spec_of(model: Path, folder: Path, name: str, fork: Fork | None) -> ServerSp
             **DEVICE.engine_flags,
             "dtype": "float32",
             "skip-tokenizer-init": True,
-            "max-total-tokens": DEVICE.cache_tokens,
+            "max-total-tokens": DEVICE.max_kv_tokens,
         },
         environment={**DEVICE.engine_env, "OMP_NUM_THREADS": "1"},
         log=folder / f"{name}.log",

@@ -203,6 +203,13 @@ def test_a_teacher_has_no_decode_graphs_no_memory_saver_and_its_own_flags(kind: 
     assert not {name for name in flags if "lora" in name or "memory-saver" in name or "decode" in name}
 
 
+def test_a_teacher_of_one_request_at_a_time_caches_more_than_the_longest_one() -> None:
+    config = composed(*OPD, "teacher.max_requests=1")
+    flags = teacher_flags(config, device_of(config.device.kind))
+    assert flags["max-running-requests"] == 1
+    assert flags["max-total-tokens"] == 64 * config.rollout.max_tokens
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_lost_teacher_is_replaced_and_a_resumed_run_starts_it_again(start: Callable[..., Run]) -> None:
