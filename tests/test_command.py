@@ -38,7 +38,9 @@ Path({ready!r}).touch()
 time.sleep(60)
 """
 KILLED = """
+import signal
 import app.command
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background inherits that it is ignored
 app.command.module_command = lambda name: [sys.executable, "-P", "-c", CODE]
 app.run([])
 """

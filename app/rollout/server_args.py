@@ -22,8 +22,7 @@ def engine_flags(config: RunConfig, device: Device, *, index: int = 0, restarts:
     """
     colocate = config.placement.kind is PlacementKind.colocate
     # Above the largest captured batch an engine would decode without graphs; further requests wait for a place.
-    fewest, most = device.request_bounds
-    batch = min(max(config.requests_per_engine, fewest), most)
+    batch = min(max(config.requests_per_engine, device.request_bounds[0]), device.request_bounds[1])
     return {
         "dtype": config.device.dtype.name,
         "tp-size": config.rollout.tensor_parallel,
