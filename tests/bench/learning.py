@@ -9,18 +9,21 @@ trained on, and the median step and completion tokens per second without the fir
 `--out FILE` replaces these runs in the file and keeps the others of this list. `presets` is short for the eight runs
 of the four presets in both placements, `objectives` for each objective at three updates a step and at staleness 4,
 `real` for those of SmolLM2-135M-Instruct, which take a quarter of an hour each and have a file of their own,
-`learning_real.json`.
+`learning_real.json`. `gsm8k` takes two hours and has `gsm8k.json`; its rows are `train.jsonl` and `test.jsonl` of
+https://github.com/openai/grade-school-math, in the folder that POSTTRAIN_GSM8K names.
 A run that fails is no result: it is named at the end, and the exit code is 1. One that began on a busy machine has its
 accuracies, but no times.
 """
 
 import argparse
 import json
+import os
+import shlex
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,21 +32,34 @@ from omegaconf import OmegaConf
 from tests.bench.machine import busy, conditions, machine
 from tests.real_models import real_model
 
-LIMIT_S = 5400.0
+LIMIT_S = 4 * 3600.0
 ASYNC = "placement=fully_async"
 PRESETS: dict[str, str] = {
     f"{algorithm} {placement}": f"algorithm={algorithm} model=tiny placement={placement}"
     for algorithm in ("grpo", "dapo", "dr_grpo", "gspo")
     for placement in ("colocate", "fully_async")  # fully_async's defaults: staleness 2, retract
 }
-SMOLLM2 = "model.path=SMOLLM2"  # stands for the directory that `tests.real_models` made
+# Words that stand for a folder at the start of a setting's value.
+FOLDERS: dict[str, Callable[[], Path]] = {
+    "SMOLLM2": lambda: real_model("smollm2"),
+    "QWEN25": lambda: real_model("qwen25"),
+    "GSM8K": lambda: Path(os.environ["POSTTRAIN_GSM8K"]),
+}
 REAL: dict[str, str] = {
     f"smollm2 {placement} {what} seed {seed}": " ".join(
-        ["experiment=cpu1_smollm2", SMOLLM2, f"placement={placement}", *overrides, f"seed={seed}"]
+        ["experiment=cpu1_smollm2", "model.path=SMOLLM2", f"placement={placement}", *overrides, f"seed={seed}"]
     )
     for placement in ("colocate", "fully_async")
     for what, overrides in {"full": [], "lora": ["model.lora.rank=16", "trainer.lr=2e-4"]}.items()
     for seed in (0, 1, 2)
+}
+GSM8K: dict[str, str] = {
+    "qwen25 gsm8k lora": "model=hf model.path=QWEN25 model.lora.rank=16 trainer.lr=1e-4 placement=colocate "
+    "data=gsm8k data.path=GSM8K/train.jsonl data.eval_sets.test.path=GSM8K/test.jsonl data.eval_sets.test.rows=100 "
+    "'data.suffix=\" Reason briefly, in two or three short sentences, and put the final number in \\boxed{}.\"' "
+    "algorithm.prompts_per_step=4 algorithm.group_size=8 rollout.temperature=0.7 rollout.max_prompt_tokens=256 "
+    "rollout.max_completion_tokens=256 trainer.tokens_per_microbatch=2048 trainer.activation_checkpointing=none "
+    "steps=60 eval.every=20"
 }
 # Where an objective acts: on data that several updates, or several syncs, have left behind.
 THREE_UPDATES = "algorithm.prompts_per_step=15 algorithm.updates_per_step=3"
@@ -61,6 +77,7 @@ RUNS: dict[str, str] = {
     **PRESETS,
     **OBJECTIVES,
     **REAL,
+    **GSM8K,
     **{f"grpo seed {seed}": f"seed={seed}" for seed in (1, 2)},
     "async 0 drain": f"{ASYNC} placement.max_staleness=0 placement.in_flight=drain",
     **{
@@ -70,14 +87,14 @@ RUNS: dict[str, str] = {
     },
     "verify always": "weight_sync.verify=always",
 }
-SHORT = {"presets": PRESETS, "real": REAL, "objectives": OBJECTIVES}
+SHORT = {"presets": PRESETS, "real": REAL, "gsm8k": GSM8K, "objectives": OBJECTIVES}
 
 
 def run(overrides: str, folder: Path) -> dict[str, Any]:
     """Return the result of one run. Raises `CalledProcessError` if it fails, with the end of its stderr as a note."""
     before = conditions()
     nothing_kept = ["checkpoint.keep=0", "checkpoint.export=false"]
-    given = [f"model.path={real_model('smollm2')}" if each == SMOLLM2 else each for each in overrides.split()]
+    given = (with_folder(each) for each in shlex.split(overrides))
     command = [sys.executable, "-m", "app", *given, *nothing_kept, f"hydra.run.dir={folder}"]
     done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, timeout=LIMIT_S)
     try:
@@ -85,6 +102,18 @@ def run(overrides: str, folder: Path) -> dict[str, Any]:
     except subprocess.CalledProcessError as error:
         error.add_note(done.stderr[-1000:])
         raise
+    return outcome(overrides, folder, before)
+
+
+def with_folder(override: str) -> str:
+    """An override with the path of the folder that its value begins with."""
+    key, _, value = override.partition("=")
+    name, slash, rest = value.partition("/")
+    return f"{key}={FOLDERS[name]()}{slash}{rest}" if name in FOLDERS else override
+
+
+def outcome(overrides: str, folder: Path, before: dict[str, float]) -> dict[str, Any]:
+    """Return the result of the run in `folder`. `before` are the machine's conditions before it."""
     summary = json.loads((folder / "summary.json").read_text())
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "time/step" in line]
@@ -137,7 +166,7 @@ def summary(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    quick = [name for name in RUNS if name not in REAL]
+    quick = [name for name in RUNS if name not in REAL | GSM8K]
     accepted = f"one or more of: {', '.join([*SHORT, *RUNS])}"
     parser.add_argument("names", nargs="*", default=quick, help=accepted)
     parser.add_argument("--out", type=Path)
