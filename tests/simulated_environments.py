@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from app.environment.pool import EpisodeSession
 from app.environment.protocol import Task
 from app.environment.wire import Answer, End, Limits, SampleRequest
 from app.environment.worker.calls import Calls
 from app.environment.worker.conversation import Framing
 from app.environment.worker.episode import Episode
+from app.worker.job import Job
 from app.worker.wire import Begin, Close, Closed, Failed
 
 OBSERVATION = [7, 8]
@@ -67,7 +67,7 @@ class SimEnvironments:
 
 
 class SimSession:
-    """`EpisodeSession` of a script.
+    """The `Job` of a script.
 
     Attributes:
         ended: end, failed or aborted; None while it runs.
@@ -105,12 +105,10 @@ class SimSession:
         self._waiting = asyncio.Event()
         return SampleRequest(self.number, next(self._asks), 0, append, None, False)
 
-    def answer(
-        self, ask: SampleRequest, token_ids: Sequence[int], finish: str, logprobs: Sequence[float] | None = None
-    ) -> None:
+    def reply(self, ask: SampleRequest, answer: Answer) -> None:
         assert self._waiting is not None
-        self.asked.append((ask, list(token_ids)))
-        self._full = finish == "full"
+        self.asked.append((ask, list(answer.token_ids)))
+        self._full = answer.finish == "full"
         self._waiting.set()
 
     async def close(self, *, at_once: bool = False) -> None:
@@ -141,11 +139,11 @@ class InProcessEnvironments:
         self.limits = limits
         self.numbers = itertools.count()
 
-    async def begin(self, task: Task, prompt_ids: Sequence[int]) -> EpisodeSession:
+    async def begin(self, task: Task, prompt_ids: Sequence[int]) -> Job:
         worker = _InProcessWorker()
         number = next(self.numbers)
         fields = {each.name: getattr(task, each.name) for each in dataclasses.fields(task)}
-        session = EpisodeSession(number, worker.send, lambda kind, text: None, lambda session: None)
+        session = Job(number, worker.send, lambda kind, text: None, lambda session: None)
 
         def ask(sequence: int, append: Sequence[int], most: int | None, logprobs: bool) -> "asyncio.Future[Answer]":
             request = SampleRequest(number, next(self.numbers), sequence, append, most, logprobs)

@@ -49,7 +49,8 @@ def write_state(folder: Path, state: RunState, checksums: Mapping[str, int]) -> 
         checksums: CRC-32 of every other file, by name.
     """
     stored = {name: _StoredFile((folder / name).stat().st_size, crc32) for name, crc32 in sorted(checksums.items())}
-    files.write(folder / STATE, _text(state, stored))
+    with files.ChecksumWriter(folder / STATE) as stream:
+        stream.write(_text(state, stored).encode())
 
 
 def set_accuracy(path: Path, accuracy: float) -> None:

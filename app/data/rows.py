@@ -204,15 +204,8 @@ def _read_training(config: DataConfig, broken: BrokenRows, tasks: Tasks, replies
         setting = ("data.path", yaml_text(config.path))
         records = sources.read(config.path, subset=config.subset, split=config.split, key="data.path")
 
-    fields = FieldMap(
-        "data",
-        config.question,
-        config.answer,
-        config.answer_after,
-        config.context,
-        may_be_blank=config.from_environment,
-        replies=replies and not config.from_environment,
-    )
+    fields = _fields_of(config, "data", config, replies and not config.from_environment)
+    fields = replace(fields, may_be_blank=config.from_environment)
     return {setting: read_rows(records, fields, config.name, setting, config.distinct, broken)}
 
 
@@ -236,7 +229,9 @@ def _read_evaluation(
     return read_rows(records, fields, name, (path_key, path), config.distinct, broken)
 
 
-def _fields_of(config: DataConfig, key: str, own: TrainSetConfig | EvalSetConfig, replies: bool) -> FieldMap:
+def _fields_of(
+    config: DataConfig, key: str, own: DataConfig | TrainSetConfig | EvalSetConfig, replies: bool
+) -> FieldMap:
     """Return the fields of a set: its own, else those of `data`."""
     return FieldMap(
         key=key,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from app.environment.protocol import Task
-from app.environment.wire import CODEC, Answer, Limits, RendererChoice, SampleRequest
+from app.environment.wire import CODEC, Limits, RendererChoice
 from app.errors import ConfigError
 from app.utils.dotted_path import LoadError
 from app.worker.job import Job
@@ -33,28 +33,6 @@ class EnvironmentSpec:
     limits: Limits
     memory_gib: float = 8.0
     python: str | None = None
-
-
-class EpisodeSession(Job):
-    """One episode that runs in a worker.
-
-    session = await pool.begin(task, prompt_ids)
-    try:
-        while isinstance(event := await session.next(), SampleRequest):
-            session.answer(event, token_ids, "stop")
-    finally:
-        await session.close()
-    """
-
-    def answer(
-        self, ask: SampleRequest, token_ids: Sequence[int], finish: str, logprobs: Sequence[float] | None = None
-    ) -> None:
-        """Answer a request; without effect when the episode has ended.
-
-        `finish`: stop, length, or full: no room was left and nothing was sampled. `logprobs`: one for each token, where
-        `ask.logprobs`.
-        """
-        self.reply(ask, Answer(ask.number, token_ids, finish, logprobs))
 
 
 class EnvironmentPool(WorkerPool):
@@ -85,7 +63,6 @@ class EnvironmentPool(WorkerPool):
                 python=spec.python,
                 log=log,
                 step_timeout_s=spec.limits.timeout_s,
-                job=EpisodeSession,
             ),
             workers=workers,
             jobs=episodes,
@@ -107,13 +84,18 @@ class EnvironmentPool(WorkerPool):
             accepted = "a Python that can be run"
             raise ConfigError("environment.python", self._python, accepted, str(error.strerror)) from error
 
-    async def begin(self, task: Task, prompt_ids: Sequence[int]) -> EpisodeSession:
+    async def begin(self, task: Task, prompt_ids: Sequence[int]) -> Job:
         """Begin an episode in the worker with the fewest; waits for room.
+
+            session = await pool.begin(task, prompt_ids)
+            try:
+                while isinstance(ask := await session.next(), SampleRequest):
+                    session.reply(ask, Answer(ask.number, token_ids, "stop"))
+            finally:
+                await session.close()
 
         Raises:
             RunError: The pool is closed, or a worker could not be replaced.
         """
         fields = {each.name: getattr(task, each.name) for each in dataclasses.fields(task)}
-        session = await self.begin_job({"task": fields, "prompt": prompt_ids})
-        assert isinstance(session, EpisodeSession)
-        return session
+        return await self.begin_job({"task": fields, "prompt": prompt_ids})

@@ -7,7 +7,6 @@ adapters (`model.lora`) the merged model is evaluated, as a user of the export w
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from app.checkpoint.export import export_checkpoint
@@ -28,14 +27,6 @@ from app.utils.tasks import run_to_end, until_signal
 WEIGHTS = "model"  # in the evaluation's folder while it runs: the exported checkpoint
 
 
-@dataclass(frozen=True, slots=True)
-class Subject:
-    """What is evaluated."""
-
-    step: int  # of the checkpoint; 0 for a model
-    weights: Path | None  # the exported checkpoint; None for the model of `model=`
-
-
 def run(config: RunConfig, folder: Path) -> ModeResult:
     """Evaluate the checkpoint of `resume=`, or else the model; the metric is the mean accuracy over the sets."""
     with RunFolderRecorder(config, folder) as recorder:
@@ -45,24 +36,29 @@ def run(config: RunConfig, folder: Path) -> ModeResult:
 async def _evaluate(config: RunConfig, folder: Path, recorder: RunFolderRecorder) -> float:
     device = device_of(config.device.kind)
     async with (
-        subject_of(config, folder, recorder) as subject,
-        start_rollout_workers(config, device, folder, recorder, weights=subject.weights) as workers,
+        subject_of(config, folder, recorder) as (step, weights),
+        start_rollout_workers(config, device, folder, recorder, weights=weights) as workers,
     ):
         await workers.start_engines()
         async with workers.supervisor.monitor(), watchdog(workers.rollouter, workers.pool, config, folder):
             sets = workers.inputs.prompts.evals
-            results, groups = await evaluate(workers.rollouter, sets, config, version=subject.step)
-        recorder.log_eval(subject.step, results, groups, workers.rollouter.tokenizer.decode)
+            results, groups = await evaluate(workers.rollouter, sets, config, version=step)
+        recorder.log_eval(step, results, groups, workers.rollouter.tokenizer.decode)
     return sum(metrics["accuracy"] for metrics in results.values()) / len(results)
 
 
 @asynccontextmanager
-async def subject_of(config: RunConfig, folder: Path, recorder: RunFolderRecorder) -> AsyncIterator[Subject]:
-    """Record what is evaluated. A checkpoint is exported to `model/` in `folder`, and the export deleted afterwards."""
+async def subject_of(
+    config: RunConfig, folder: Path, recorder: RunFolderRecorder
+) -> AsyncIterator[tuple[int, Path | None]]:
+    """Record what is evaluated. A checkpoint is exported to `model/` in `folder`, and the export deleted afterwards.
+
+    Yields the step of the checkpoint and its export; for the model of `model=`, 0 and None.
+    """
     if config.resume == NEVER:
         model = str(config.model.path)
         recorder.note(f"evaluating {model}", {"evaluated/model": model})
-        yield Subject(0, None)
+        yield 0, None
         return
 
     servers = config.rollout.urls
@@ -78,6 +74,6 @@ async def subject_of(config: RunConfig, folder: Path, recorder: RunFolderRecorde
     weights = folder / WEIGHTS
     try:
         await run_to_end(export_checkpoint, checkpoint, source_of(config, state), weights)
-        yield Subject(state.step, weights)
+        yield state.step, weights
     finally:
         files.remove(weights)

@@ -8,13 +8,18 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+import ray
+
+from app.cluster.actors import EngineFactory, make_trainer
+from app.cluster.connect import connect, count_nodes
+from app.cluster.placement_group import reserve
 from app.config import Mode, RunConfig
 from app.config.placement import PlacementKind
 from app.device import Device
+from app.environment.pool import EnvironmentPool
 from app.mode.environments import worker_spec
 from app.mode.inputs import RunInputs
 from app.mode.preflight import take_inputs
@@ -22,16 +27,19 @@ from app.offload import make_offload
 from app.placement.time_sharing import TimeSharing
 from app.protocols import RolloutEngine
 from app.recovery.engine_supervisor import EngineSupervisor
+from app.reward.scorer import Scorer
 from app.rollout.episodes import EpisodeLimits, Episodes, episode_failures
 from app.rollout.pool import EnginePool
 from app.rollout.rollouter import Rollouter
 from app.tracking.number_format import plural
 from app.tracking.run_folder.timeline import Timeline
+from app.trainer.rank import OFFLOAD
+from app.trainer.remote import RemoteTrainer
 from app.types import EngineStart, Group, TrainerMemory
 from app.utils.tasks import gather_or_raise
+from app.weight_sync.factory import make_synchronizer
 
 if TYPE_CHECKING:
-    from app.trainer.remote import RemoteTrainer
     from app.weight_sync.factory import Synchronizer
 
 PHASE_POLL_INTERVAL_S = 1.0
@@ -104,7 +112,7 @@ class RolloutWorkers:
 class TrainerWorkers:
     """The trainer and the synchronizer of its weights."""
 
-    trainer: "RemoteTrainer"
+    trainer: RemoteTrainer
     synchronizer: "Synchronizer"
 
 
@@ -121,11 +129,6 @@ async def start_rollout_workers(
         recorder: Shows what is being started.
         weights: The model directory that the engines load; None is that of `model=`.
     """
-    from app.cluster.actors import EngineFactory
-    from app.cluster.connect import connect
-    from app.cluster.placement_group import reserve
-    from app.reward.scorer import Scorer
-
     async with AsyncExitStack() as stack:
         fork = None
         starts_engines = config.teacher_devices or (config.engines and not config.rollout.urls)
@@ -153,7 +156,7 @@ async def start_rollout_workers(
             await scorer.start()
 
         recorder.status("starting Ray")
-        stack.callback(_shutdown_ray)
+        stack.callback(ray.shutdown)
         await connect(config, device)
         device_placement = await reserve(config, device)
 
@@ -196,8 +199,6 @@ async def _start_environments(
     config: RunConfig, inputs: RunInputs, folder: Path, recorder: StatusRecorder, stack: AsyncExitStack
 ) -> Episodes:
     """Start the workers of the environment, which end with `stack`."""
-    from app.environment.pool import EnvironmentPool
-
     settings = config.environment
     pool = EnvironmentPool(
         worker_spec(config, inputs.model_path),
@@ -219,10 +220,6 @@ async def start_trainer_workers(
     config: RunConfig, device: Device, folder: Path, workers: RolloutWorkers, *, first: bool
 ) -> AsyncIterator[TrainerWorkers]:
     """Start the trainer ranks and their weight sync; the first time, also the engines."""
-    from app.cluster.actors import make_trainer
-    from app.cluster.connect import count_nodes
-    from app.weight_sync.factory import make_synchronizer
-
     async with AsyncExitStack() as stack:
         if not first:
             await workers.device_placement.locate_ranks()
@@ -230,11 +227,10 @@ async def start_trainer_workers(
         stack.callback(_kill_ranks, trainer)
 
         if config.placement.kind is PlacementKind.colocate and device.shares_memory:
-            await _start_on_shared_devices(config, device, trainer, workers, first=first)
+            await _start_on_shared_devices(config, trainer, workers, first=first)
         else:
             starts = [workers.start_engines()] if first else []
             await gather_or_raise(_set_up(trainer, workers), *starts)
-            await _attach_offload(trainer, device)
 
         synchronizer = make_synchronizer(
             config, device, trainer, workers.pool.engines, folder, one_machine=count_nodes() == 1
@@ -245,14 +241,13 @@ async def start_trainer_workers(
 
 
 async def _start_on_shared_devices(
-    config: RunConfig, device: Device, trainer: "RemoteTrainer", workers: RolloutWorkers, *, first: bool
+    config: RunConfig, trainer: RemoteTrainer, workers: RolloutWorkers, *, first: bool
 ) -> None:
     """Start the trainer, then the engines: an engine sizes its KV cache by the free device memory."""
     devices = TimeSharing(config.offload, trainer, workers.pool, workers.supervisor, adapters=config.serves_adapters)
     if not first:
         await devices.offload_engines()
     await _set_up(trainer, workers)
-    await _attach_offload(trainer, device)
 
     if first:
         await devices.offload_trainer(TrainerMemory)
@@ -261,27 +256,16 @@ async def _start_on_shared_devices(
         await devices.onload_trainer(TrainerMemory)
 
 
-async def _set_up(trainer: "RemoteTrainer", workers: RolloutWorkers) -> None:
+async def _set_up(trainer: RemoteTrainer, workers: RolloutWorkers) -> None:
     await trainer.setup()
+    await trainer.attach(OFFLOAD, make_offload)
     workers.status("trainer ready")
-
-
-async def _attach_offload(trainer: "RemoteTrainer", device: Device) -> None:
-    await trainer.attach_offload(partial(make_offload, moves=device.shares_memory))
 
 
 async def _end_engines(pool: EnginePool) -> None:
     await asyncio.gather(*(engine.end() for engine in pool.engines))
 
 
-def _shutdown_ray() -> None:
-    import ray
-
-    ray.shutdown()
-
-
-def _kill_ranks(trainer: "RemoteTrainer") -> None:
-    import ray
-
+def _kill_ranks(trainer: RemoteTrainer) -> None:
     for rank in trainer.ranks:
         ray.kill(rank)

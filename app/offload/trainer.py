@@ -37,7 +37,7 @@ POLL_INTERVAL_S = 0.05
 
 
 class Offload:
-    """Memory offload of one trainer rank, attached with `RemoteTrainer.attach_offload`.
+    """Memory offload of one trainer rank, its extension `OFFLOAD`.
 
     Args:
         rank: The rank whose memory moves.

@@ -28,7 +28,7 @@ from app.config.compose import config_error
 from app.config.stop import StopConfig
 from app.errors import ConfigError, DamagedCheckpoint, yaml_text
 from app.stop import stop_reason
-from app.tracking.run_folder import CONFIG, metrics_file, summary
+from app.tracking.run_folder import CONFIG, flatten, metrics_file, summary
 
 NEVER = "never"
 AUTO = "auto"
@@ -422,17 +422,8 @@ def _is_in(key: str, names: Collection[str]) -> bool:
 
 def _leaves(config: DictConfig) -> dict[str, Any]:
     """Return the settings of a configuration by their dotted names, those that it leaves to the schema included."""
-    leaves: dict[str, Any] = {}
     known: Any = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
     with suppress(OmegaConfBaseException):  # a setting that this version does not know: compared as it is
         known = OmegaConf.merge(OmegaConf.structured(RunConfig), OmegaConf.to_container(known, resolve=True))
-    pending = [(str(key), known[key]) for key in known]
-    while pending:
-        name, node = pending.pop(0)
-        if isinstance(node, DictConfig):
-            pending += [(".".join((name, str(key))), node[key]) for key in node]
-        elif OmegaConf.is_config(node):
-            leaves[name] = OmegaConf.to_container(node, resolve=True, enum_to_str=True)
-        else:
-            leaves[name] = yaml_text(node)
-    return leaves
+    plain = flatten(OmegaConf.to_container(known, resolve=True, enum_to_str=True))
+    return {key: value if isinstance(value, list) else yaml_text(value) for key, value in plain.items() if value != {}}

@@ -79,8 +79,10 @@ class ProgressClock:
         return sum(self._tokens.get(request_id, 0) for request_id in request_ids)
 
 
-class ProgressMonitor:
-    """Polls a server and feeds a clock.
+async def stall(
+    client: Client, clock: ProgressClock, sampling: Callable[[], InFlightRequests], limit_s: float
+) -> EngineError:
+    """Poll a server until a prompt makes no progress; return the error that names it.
 
     Args:
         client: Of the server.
@@ -88,63 +90,49 @@ class ProgressMonitor:
         sampling: Returns the prompts that the server should be sampling; empty while it is paused.
         limit_s: Seconds without progress after which a prompt has failed.
     """
-
-    def __init__(
-        self, client: Client, clock: ProgressClock, sampling: Callable[[], InFlightRequests], limit_s: float
-    ) -> None:
-        self._client = client
-        self._clock = clock
-        self._sampling = sampling
-        self._limit_s = limit_s
-
-    async def failure(self) -> EngineError:
-        """Poll until a prompt makes no progress for the limit; return the error that names it."""
-        while True:
-            await asyncio.sleep(min(POLL_INTERVAL_S, self._limit_s / 4))
-            try:
-                await self._poll(seconds=max(2.0, self._limit_s / 2))
-            except KeyRefused as error:
-                # Another server listens at this address now.
-                return error
-
-            stalled = self._clock.stalled(time.monotonic(), self._limit_s)
-            if stalled:
-                return self._error(stalled)
-
-    async def _poll(self, seconds: float) -> None:
-        asked = self._sampling()
-        if not asked:
-            self._clock.reset(asked, time.monotonic())
-            return
-
-        replied, report = await self._report(seconds)
-        # The report says nothing about prompts that ended, or were paused, since it was asked for.
-        prompts = {prompt: ids for prompt, ids in self._sampling().items() if prompt in asked}
-        if replied and report is None:
-            self._clock.beats += 1
-            self._clock.reset(prompts, time.monotonic())
-        else:
-            self._clock.observe(prompts, report, time.monotonic())
-
-    async def _report(self, seconds: float) -> tuple[bool, Report | None]:
-        """Return whether the scheduler replied, and its report if it makes one."""
+    while True:
+        await asyncio.sleep(min(POLL_INTERVAL_S, limit_s / 4))
         try:
-            report = await self._client.unfinished(seconds)
-        except KeyRefused:
-            raise
-        except EngineError:
-            return False, None
-        return report is not None or await self._client.healthy("/health_generate", seconds), report
+            await _poll(client, clock, sampling, seconds=max(2.0, limit_s / 2))
+        except KeyRefused as error:
+            # Another server listens at this address now.
+            return error
 
-    def _error(self, stalled: Sequence[str]) -> EngineLost:
-        limit = f"rollout.stall_timeout_s={self._limit_s:.0f} s"
-        lost = [prompt for prompt in stalled if self._clock.lost(prompt)]
-        named = ", ".join((lost or stalled)[:NAMED_PROMPTS])
-        if lost:
-            return EngineLost(
-                f"{self._client.name} lost all requests of {len(lost)} prompts: its scheduler did not know them for "
-                f"{limit} ({named})"
-            )
-        return EngineLost(
-            f"{self._client.name} made no progress for {limit} with {len(stalled)} prompts in flight ({named})"
-        )
+        if stalled := clock.stalled(time.monotonic(), limit_s):
+            lost = [prompt for prompt in stalled if clock.lost(prompt)]
+            limit = f"rollout.stall_timeout_s={limit_s:.0f} s"
+            named = ", ".join((lost or stalled)[:NAMED_PROMPTS])
+            if lost:
+                what = f"lost all requests of {len(lost)} prompts: its scheduler did not know them for {limit}"
+            else:
+                what = f"made no progress for {limit} with {len(stalled)} prompts in flight"
+            return EngineLost(f"{client.name} {what} ({named})")
+
+
+async def _poll(
+    client: Client, clock: ProgressClock, sampling: Callable[[], InFlightRequests], *, seconds: float
+) -> None:
+    asked = sampling()
+    if not asked:
+        clock.reset(asked, time.monotonic())
+        return
+
+    replied, report = await _report(client, seconds)
+    # The report says nothing about prompts that ended, or were paused, since it was asked for.
+    prompts = {prompt: ids for prompt, ids in sampling().items() if prompt in asked}
+    if replied and report is None:
+        clock.beats += 1
+        clock.reset(prompts, time.monotonic())
+    else:
+        clock.observe(prompts, report, time.monotonic())
+
+
+async def _report(client: Client, seconds: float) -> tuple[bool, Report | None]:
+    """Return whether the scheduler replied, and its report if it makes one."""
+    try:
+        report = await client.unfinished(seconds)
+    except KeyRefused:
+        raise
+    except EngineError:
+        return False, None
+    return report is not None or await client.healthy("/health_generate", seconds), report

@@ -159,11 +159,7 @@ class Server:
 
     def tail(self) -> str:
         """Return the last lines of the server's log, indented; of SGLang's usage, only what is wrong with its flags."""
-        try:
-            lines = self.spec.log.read_text(errors="replace").splitlines()
-        except OSError as error:
-            return f"  (the log cannot be read: {error})"
-        last = lines[-LOG_TAIL_LINES:]
+        last = self._own_log().splitlines()[-LOG_TAIL_LINES:]
         wrong = [line for line in last if USAGE_ERROR.match(line)]
         return "\n".join(f"  | {line}" for line in wrong or last)
 

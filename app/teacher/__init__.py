@@ -16,7 +16,6 @@ import itertools
 import math
 import os
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -77,9 +76,7 @@ class Teacher:
         }
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await asyncio.gather(*(client.close() for clients in self._clients.values() for client in clients))
 
     async def score(self, group: Group) -> Group:

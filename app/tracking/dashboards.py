@@ -25,11 +25,17 @@ from typing import Any, TypeVar
 from app.config.tracking import TRACKERS
 from app.errors import one_line
 from app.tracking.dashboard import Dashboard, DashboardOptions, grouped
-from app.utils.dotted_path import error_text
+from app.utils.dotted_path import error_text, resolve
 
 log = logging.getLogger("app.run")
 
 FOLDER = "tracking"  # in the run folder: the dashboards' own files
+BUILT_IN = {  # tracker → its class
+    "tensorboard": "app.tracking.tensorboard.TensorBoard",
+    "wandb": "app.tracking.wandb.WeightsAndBiases",
+    "clearml": "app.tracking.clearml.ClearML",
+    "prometheus": "app.tracking.prometheus.Prometheus",
+}
 QUEUE_CAPACITY = 1000  # messages; a step is one or two
 T = TypeVar("T")
 
@@ -41,22 +47,9 @@ def open_dashboard(name: str, options: DashboardOptions) -> Dashboard:
         LoadError: There is no such tracker.
         Exception: Whatever the package raises.
     """
-    if name == "tensorboard":
-        from app.tracking.tensorboard import TensorBoard
-
-        return TensorBoard(options)
-    if name == "wandb":
-        from app.tracking.wandb import WeightsAndBiases
-
-        return WeightsAndBiases(options)
-    if name == "clearml":
-        from app.tracking.clearml import ClearML
-
-        return ClearML(options)
-    if name == "prometheus":
-        from app.tracking.prometheus import Prometheus
-
-        return Prometheus(options)
+    if name in BUILT_IN:
+        dashboard: Dashboard = resolve(BUILT_IN[name])(options)
+        return dashboard
     from app.tracking.own_tracker import OwnTracker
 
     return OwnTracker(name, options)

@@ -150,7 +150,7 @@ class RunFolderRecorder:
             groups: The groups that were sampled; some are written to `samples/eval_<step>.jsonl`.
             decode: Converts prompt tokens to the question's text for the samples.
         """
-        self._write_samples(step, groups, decode, kind="eval")
+        self.log_samples(step, groups, decode, kind="eval")
         self._record(step, evaluation_metrics(results))
         self._console.log_eval(step, results)
 
@@ -169,9 +169,13 @@ class RunFolderRecorder:
         line = {"step": step, "trained": [*trained], "filtered": [*filtered], **reasons}
         append(self.folder / PROMPTS, json.dumps(line) + "\n")
 
-    def log_samples(self, step: int, groups: Sequence[Group], decode: Decode | None = None) -> None:
+    def log_samples(self, step: int, groups: Sequence[Group], decode: Decode | None = None, kind: str = "step") -> None:
         """Write `tracking.samples_per_step` trajectories of a step; `decode` turns prompt tokens into the question."""
-        self._write_samples(step, groups, decode)
+        count = self.config.tracking.samples_per_step
+        self._try("samples", partial(samples.write_samples, self.folder, step, groups, count, decode, kind=kind))
+        due = kind == "eval" or step % SAMPLES_EVERY == 0
+        if due and self._open_dashboards():
+            self._try("the table of samples", partial(self._send_samples, step, groups, decode, kind))
 
     def flush(self) -> None:
         """Flush metrics and prompt ids to disk, so that a checkpoint never outlives the records of its steps."""
@@ -249,13 +253,6 @@ class RunFolderRecorder:
         self._summary.write()
         for dashboard in self._open_dashboards():
             dashboard.log(step, metrics)
-
-    def _write_samples(self, step: int, groups: Sequence[Group], decode: Decode | None, kind: str = "step") -> None:
-        count = self.config.tracking.samples_per_step
-        self._try("samples", partial(samples.write_samples, self.folder, step, groups, count, decode, kind=kind))
-        due = kind == "eval" or step % SAMPLES_EVERY == 0
-        if due and self._open_dashboards():
-            self._try("the table of samples", partial(self._send_samples, step, groups, decode, kind))
 
     def _send_samples(self, step: int, groups: Sequence[Group], decode: Decode | None, kind: str) -> None:
         chosen = samples.choose(groups, min(self.config.tracking.samples_per_step, TABLE_ROWS))

@@ -11,6 +11,7 @@ import importlib
 import logging
 import os
 import random
+import socket
 import sys
 import threading
 import traceback
@@ -18,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 import ray
@@ -33,17 +34,16 @@ from app.device.torchvision_shim import define_operators
 from app.errors import TrainerError
 from app.trainer.profile import FOLDER, StepProfiler
 from app.types import MemoryUse, ScoredGroup, StepReport, TokenSequence, TrainerMemory
-from app.utils.net import Listener
+from app.utils.net import listen
 from app.utils.process import log_to, memory_use
 
 if TYPE_CHECKING:
-    import torch
-
     from app.model.policy import PolicyModel
     from app.trainer.step import StepSettings
 
 log = logging.getLogger(__name__)
 # Ray's concurrency groups: calls that run in their own thread, concurrently with the step.
+OFFLOAD = "offload"  # the extension that moves memory regions, see app/offload/
 CONCURRENCY_GROUPS = {"status": 1, "checkpoint": 1, "interrupt": 1}
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -90,25 +90,13 @@ class RankSpec:
         )
 
 
-class MemoryOffload(Protocol):
-    """Moves a rank's memory regions between its device and the host."""
-
-    def offload(self, region: TrainerMemory) -> None: ...
-
-    def onload(self, region: TrainerMemory) -> None: ...
-
-    def copy(self, tensor: "torch.Tensor") -> "torch.Tensor":
-        """Return a copy of a local tensor in host memory, also of an offloaded one."""
-        ...
-
-
 class TrainerRank:
     """A trainer rank.
 
     Lifecycle:
         1. Create the actor.
         2. `start`, then `setup`, each on all ranks at once: `setup` runs collectives.
-        3. `attach_offload`, and `attach` for each extension.
+        3. `attach` for each extension, `OFFLOAD` among them.
         4. Steps: `begin_step` → `add_groups`, `add_demonstrations` … → `finish_step` or `abort_step`.
         5. Between steps: `offload` and `onload`, `capture` → `write`, `restore`.
     """
@@ -120,10 +108,9 @@ class TrainerRank:
         self.device = device_of(spec.device)
         self.accelerator: Any = None  # torch's module of the device type, from `setup` on; None on a CPU
         self.extensions: dict[str, Any] = {}
-        self.memory_offload: MemoryOffload | None = None
         self.offloaded: set[TrainerMemory] = set()
         self.profiler = StepProfiler(spec.profile_steps, spec.logs.parent / FOLDER, rank)
-        self._rendezvous: Listener | None = None  # of rank 0
+        self._rendezvous: socket.socket | None = None  # of rank 0
 
     # --- setup
 
@@ -133,18 +120,15 @@ class TrainerRank:
         if self.rank != 0:
             return address, 0
         if self._rendezvous is None:
-            self._rendezvous = Listener(address)
-        return address, self._rendezvous.port
+            self._rendezvous = listen(address)
+        return address, self._rendezvous.getsockname()[1]
 
-    def setup(self, address: str, port: int) -> int:
+    def setup(self, address: str, port: int) -> None:
         """Join the process group, load the model and make the step. A collective.
 
         Args:
             address: Address of rank 0.
             port: Port of the rendezvous there.
-
-        Returns:
-            Number of the model's parameters.
         """
         gc.disable()  # before 4,000 modules are imported
         self._seed()
@@ -153,7 +137,6 @@ class TrainerRank:
         self._load_models()
         self._make_step()
         disable_automatic_gc()
-        return sum(parameter.numel() for parameter in self.model.parameters())
 
     def _seed(self) -> None:
         import torch
@@ -312,7 +295,8 @@ class TrainerRank:
 
     def capture(self) -> int:
         self._require_closed("capture")
-        return self.state.capture(self.memory_offload.copy if self.memory_offload else None)
+        offload = self.extensions.get(OFFLOAD)
+        return self.state.capture(offload.copy if offload else None)
 
     @runs_concurrently("checkpoint")
     def write(self, folder: Path) -> dict[str, int]:
@@ -344,17 +328,11 @@ class TrainerRank:
 
     # --- memory offload
 
-    def attach_offload(self, make: Callable[["TrainerRank"], MemoryOffload]) -> None:
-        """Attach `make(rank)` as this rank's memory offload. `make` is pickled by name: a module-level callable."""
-        self.memory_offload = make(self)
-
     def offload(self, region: TrainerMemory) -> None:
-        assert self.memory_offload is not None
-        self.memory_offload.offload(region)
+        self.extensions[OFFLOAD].offload(region)
 
     def onload(self, region: TrainerMemory) -> None:
-        assert self.memory_offload is not None
-        self.memory_offload.onload(region)
+        self.extensions[OFFLOAD].onload(region)
 
     # --- extensions
 

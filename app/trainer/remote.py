@@ -11,7 +11,7 @@ from ray.exceptions import RayActorError, RayError
 
 from app.algorithm.packed_groups import Packed
 from app.errors import TrainerError, TrainerLost, one_line
-from app.trainer.rank import MemoryOffload, TrainerRank
+from app.trainer.rank import TrainerRank
 from app.types import MemoryUse, ScoredGroup, StepReport, TokenSequence, TrainerMemory
 from app.utils.ray_calls import reply, run_error
 
@@ -32,7 +32,7 @@ CONCURRENT = (
 class RemoteTrainer:
     """`Trainer` (app/protocols.py) over Ray actors of `TrainerRank`.
 
-    Lifecycle: `setup`, then `attach_offload` and `attach`, then the calls of `Trainer`. Once `broken`, every call
+    Lifecycle: `setup`, then `attach`, then the calls of `Trainer`. Once `broken`, every call
     raises: create new actors.
 
     Args:
@@ -55,9 +55,9 @@ class RemoteTrainer:
     def broken(self) -> bool:
         return self._broken is not None
 
-    async def setup(self) -> int:
-        """Join the ranks and load the model. Returns the number of parameters."""
-        return (await self._each(TrainerRank.setup, *await self.source()))[0]
+    async def setup(self) -> None:
+        """Join the ranks and load the model."""
+        await self._each(TrainerRank.setup, *await self.source())
 
     async def source(self) -> tuple[str, int]:
         """Wait until Ray has started all ranks; return the address of rank 0 and the port of the rendezvous there."""
@@ -111,10 +111,6 @@ class RemoteTrainer:
 
     async def restore(self, folder: Path, *, version: int) -> None:
         await self._each(TrainerRank.restore, folder, version)
-
-    async def attach_offload(self, make: Callable[[TrainerRank], MemoryOffload]) -> None:
-        """Attach `make(rank)` as the memory offload of every rank."""
-        await self._each(TrainerRank.attach_offload, make)
 
     async def attach(self, name: str, make: Callable[[TrainerRank], object]) -> None:
         """Attach `make(rank)` as an extension of every rank, under this name."""

@@ -23,14 +23,6 @@ READ_BYTES = 2**22  # per read and thread
 MAX_THREADS = 8  # zlib releases the GIL
 
 
-def write(file: Path, text: str) -> None:
-    """Write a file and flush it to disk."""
-    with file.open("w") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-
-
 def replace_file(path: Path, content: str | bytes, *, durable: bool = False) -> None:
     """Replace a file atomically: readers see the old content or the new, never a mix.
 

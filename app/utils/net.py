@@ -3,18 +3,12 @@
 import socket
 
 
-class Listener:
-    """A listening socket at one address of this machine, at a free port."""
-
-    def __init__(self, host: str):
-        self._socket = _socket_for(host)
-        self._socket.bind((host, 0))
-        self._socket.listen()
-        self.port: int = self._socket.getsockname()[1]
-
-    def detach(self) -> int:
-        """Return the file descriptor. Whoever takes it closes it."""
-        return self._socket.detach()
+def listen(host: str) -> socket.socket:
+    """Return a listening socket at one address of this machine, at a free port."""
+    listening = socket.socket(_family(host))
+    listening.bind((host, 0))
+    listening.listen()
+    return listening
 
 
 def reserve_port(host: str, port: int = 0) -> socket.socket:
@@ -26,7 +20,7 @@ def reserve_port(host: str, port: int = 0) -> socket.socket:
     Raises:
         OSError: Another socket has the port.
     """
-    reserved = _socket_for(host)
+    reserved = socket.socket(_family(host))
     try:
         if port:  # a closed connection in TIME_WAIT does not keep a server from starting
             reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -66,5 +60,5 @@ def url_of(host: str, port: int) -> str:
     return f"http://{bracketed(host)}:{port}"
 
 
-def _socket_for(host: str) -> socket.socket:
-    return socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET

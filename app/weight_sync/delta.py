@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from app.model.lora.layer import local_shard
+from app.model.parallelize import own_rows
 from app.weight_sync.buckets import Bucket, ReadyBucket, Receivers, TensorMeta
 from app.weight_sync.gather import all_gather, gather_by_rank, gather_full
 from app.weight_sync.snapshot import Changes, ShardSnapshot, diff_and_replace_all
@@ -92,7 +93,7 @@ class DeltaEncoder:
     def _take_snapshot(self, meta: TensorMeta) -> None:
         if not is_comparable(meta):
             return
-        shard = local_shard(self.tensors[meta.name])
+        shard = flat_shard(self.tensors[meta.name])
         if meta.name not in self.snapshots:
             self.snapshots[meta.name] = ShardSnapshot(shard, getattr(torch, meta.dtype), on_host=self.on_host)
         self.snapshots[meta.name].replace(shard)
@@ -101,7 +102,7 @@ class DeltaEncoder:
         """Return the changes of this rank's shards, at positions in the full tensors. Rank 0 reports unsharded ones."""
         tensors = [self.tensors[meta.name] for meta in metas]
         found = diff_and_replace_all(
-            [self.snapshots[meta.name] for meta in metas], [local_shard(tensor) for tensor in tensors]
+            [self.snapshots[meta.name] for meta in metas], [flat_shard(tensor) for tensor in tensors]
         )
         changes: list[Changes] = []
         for tensor, (positions, values) in zip(tensors, found, strict=True):
@@ -212,18 +213,16 @@ def max_header_bytes(bucket: Bucket) -> int:
     return len(DeltaHeader(widest, widest, widest, widest, rows).encode())
 
 
-def local_shard(tensor: Tensor) -> Tensor:
+def flat_shard(tensor: Tensor) -> Tensor:
     """Return this rank's shard, flat."""
-    shard = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return shard.detach().reshape(-1)
+    return local_shard(tensor).detach().reshape(-1)
 
 
 def shard_offset(tensor: DTensor) -> int:
     """Return the position of this rank's first element in the flat tensor."""
     if tensor.device_mesh.ndim != 1 or tensor.placements != (Shard(0),):
         raise RuntimeError(f"a delta sync supports row shards only, not {tensor.placements}")
-    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return offset[0] * (tensor.numel() // tensor.shape[0])
+    return own_rows(tensor).start * (tensor.numel() // tensor.shape[0])
 
 
 def _split_payload(payload: Tensor) -> tuple[Tensor, Tensor]:

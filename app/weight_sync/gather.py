@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
+from app.model.lora.layer import full_tensor
 from app.weight_sync.buckets import Receivers
 
 
@@ -54,11 +55,6 @@ def all_gather(out: Tensor, own: Tensor, process_group: dist.ProcessGroup) -> No
         dist.all_gather_single(out, own, group=process_group)
     else:
         dist.all_gather_into_tensor(out, own, group=process_group)
-
-
-def full_tensor(tensor: Tensor) -> Tensor:
-    """Return the full tensor on every rank. A collective for a `DTensor`."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _copy(full: Tensor, out: Tensor | None) -> None:

@@ -112,7 +112,7 @@ class Sender:
         import torch
 
         from app.model.hf_export import export
-        from app.weight_sync.gather import full_tensor
+        from app.model.lora.layer import full_tensor
 
         tensors = ((name, full_tensor(tensor.detach())) for name, tensor in self.tensors.items())
         if self.rank_index == 0:

@@ -3,7 +3,8 @@
     WorkerPool ─→ RemoteWorker ─→ WorkerProcess ══ pipe, a JSON object a line ══ serve ─→ handler.load(settings).serve
       Job ⇄ messages
 
-A handler is a module: `load(settings)` returns an object with `info` and `serve(pipe)`. What a job's messages hold is
-between the handler and the pool's owner. What runs in a worker (`__main__`, `serve`, `process`, `wire`) needs the
-standard library alone, since its interpreter may have other packages.
+A handler is a module: `load(settings)` returns an object with `info`, JSON values for the driver, and `serve(pipe)`,
+which runs jobs until the driver closes the pipe. What a job's messages hold is between the handler and the pool's
+owner. What runs in a worker (`__main__`, `serve`, `process`, `wire`) needs the standard library alone, since its
+interpreter may have other packages.
 """

@@ -47,7 +47,6 @@ class WorkerSpec:
         log: File for its output (None: stderr).
         step_timeout_s: Longest stretch of a job's own code. A worker that sends nothing for longer is killed. Infinite:
             a worker does not beat, and the owner of its jobs has deadlines.
-        job: Type of its jobs.
     """
 
     name: str
@@ -58,7 +57,6 @@ class WorkerSpec:
     python: str | None = None
     log: Path | None = None
     step_timeout_s: float = math.inf
-    job: type[Job] = Job
 
 
 class State(Enum):
@@ -139,7 +137,7 @@ class RemoteWorker:
         """Begin a job. Called while `state` is ready."""
         if not self.jobs:
             self._received_s = time.monotonic()  # it does not beat without jobs
-        job = self._spec.job(number, self._lines.send, self.end, self._job_ended)
+        job = Job(number, self._lines.send, self.end, self._job_ended)
         self.jobs[number] = job
         self._lines.send(Begin(number, payload))
         return job

@@ -11,22 +11,11 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from app.utils.dotted_path import LoadError
 from app.worker.process import die_with_parent
 from app.worker.wire import Codec, Ready, Refused
-
-
-class Handler(Protocol):
-    """What a worker runs, as the `load` of its module returns it."""
-
-    info: Mapping[str, Any]  # for the driver: JSON values
-
-    def serve(self, pipe: socket.socket) -> None:
-        """Run jobs until the driver closes the pipe."""
-        ...
 
 
 def serve(descriptor: int, parent: int, module: str) -> None:
@@ -43,7 +32,7 @@ def serve(descriptor: int, parent: int, module: str) -> None:
     first = pipe.makefile("rb").readline()  # nothing follows before Ready
     if first:
         try:
-            handler: Handler = importlib.import_module(module).load(codec.decode(first).settings)
+            handler = importlib.import_module(module).load(codec.decode(first).settings)
         except LoadError as error:
             pipe.sendall(codec.encode(Refused(str(error))))
             return

@@ -13,9 +13,10 @@ from typing import Any
 
 import psutil
 
-from app.environment.pool import EnvironmentPool, EnvironmentSpec, EpisodeSession
+from app.environment.pool import EnvironmentPool, EnvironmentSpec
 from app.environment.protocol import Task
-from app.environment.wire import End, Limits, RendererChoice, SampleRequest
+from app.environment.wire import Answer, End, Limits, RendererChoice, SampleRequest
+from app.worker.job import Job
 from app.worker.wire import Failed
 from tests.environment.characters import text_of, tokens
 
@@ -101,13 +102,13 @@ def script(*replies: str) -> Says:
     return say
 
 
-async def play(session: EpisodeSession, say: Says) -> Played:
+async def play(session: Job, say: Says) -> Played:
     """Answer all requests of an episode until it ends."""
     asks = []
     while isinstance(event := await asyncio.wait_for(session.next(), PATIENCE_S), SampleRequest):
         asks.append(event)
         text, finish = say(event)
-        session.answer(event, tokens(text), finish, [-0.5] * len(text) if event.logprobs else None)
+        session.reply(event, Answer(event.number, tokens(text), finish, [-0.5] * len(text) if event.logprobs else None))
     return Played(event, asks)
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from app.environment.wire import End, SampleRequest
+from app.environment.wire import Answer, End, SampleRequest
 from app.errors import RunError
 from app.worker.wire import Failed
 from tests.environment.characters import text_of, tokens
@@ -175,7 +175,7 @@ async def test_a_worker_that_does_not_close_an_aborted_episode_is_killed(
     async with running_pool(spec) as pool:
         session = await pool.begin(a_task(row={"file": str(blocked)}), tokens("q"))
         ask = await asyncio.wait_for(session.next(), PATIENCE_S)
-        session.answer(ask, tokens("x"), "stop")
+        session.reply(ask, Answer(ask.number, tokens("x"), "stop"))
         await asyncio.to_thread(until, blocked.exists, PATIENCE_S)
         await asyncio.wait_for(session.close(), PATIENCE_S)
         failed, counts = await session.next(), pool.counts
@@ -199,7 +199,7 @@ async def test_episodes_wait_for_a_place_and_are_spread_over_the_workers(own: Ma
         assert not any(each.done() for each in waiting)
 
         for session, ask in zip(sessions, asks, strict=True):
-            session.answer(ask, tokens("x"), "stop")
+            session.reply(ask, Answer(ask.number, tokens("x"), "stop"))
             assert isinstance(await asyncio.wait_for(session.next(), PATIENCE_S), End)
         for each in waiting:
             await play(await asyncio.wait_for(each, PATIENCE_S), script("y"))
@@ -279,7 +279,7 @@ async def test_an_episode_counts_only_the_time_of_its_own_code(own: Maker) -> No
         session = await pool.begin(a_task(), tokens("q"))
         ask = await asyncio.wait_for(session.next(), PATIENCE_S)
         await asyncio.sleep(0.4)  # the engine's time
-        session.answer(ask, tokens("x"), "stop")
+        session.reply(ask, Answer(ask.number, tokens("x"), "stop"))
         end = await asyncio.wait_for(session.next(), PATIENCE_S)
     assert (end.ending, len(end.turns)) == ("time", 2)
     assert end.metrics["seconds"] >= 0.4
@@ -301,7 +301,7 @@ async def test_several_requests_of_one_episode_are_in_flight_at_once(own: Maker)
         session = await pool.begin(a_task(), tokens("q"))
         asks = [await asyncio.wait_for(session.next(), PATIENCE_S) for _ in range(3)]
         for ask in reversed(asks):
-            session.answer(ask, tokens("r" + text_of(ask.append)), "stop")
+            session.reply(ask, Answer(ask.number, tokens("r" + text_of(ask.append)), "stop"))
         sequences, end = [ask.sequence for ask in asks], await asyncio.wait_for(session.next(), PATIENCE_S)
     assert sequences == [0, 1, 2]
     assert list(end.scores) == ["r0>", "r1>", "r2>"]

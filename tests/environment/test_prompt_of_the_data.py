@@ -13,7 +13,7 @@ import pytest
 from app.environment.pool import EnvironmentSpec
 from app.environment.protocol import Message
 from app.environment.rendering import renderer_for
-from app.environment.wire import Limits, RendererChoice, SampleRequest
+from app.environment.wire import Answer, Limits, RendererChoice, SampleRequest
 from app.environment.worker.conversation import Framing
 from tests.environment.pools import PATIENCE_S, a_task, environment_module, running_pool
 from tests.environment.qwen import ids, tokenizer, user, write_model
@@ -162,5 +162,5 @@ async def test_plain_text_begins_with_the_prompt_as_the_workers_settings_frame_i
         session = await pool.begin(a_task(question="2+3"), letters.encode("12+3="))
         while isinstance(event := await asyncio.wait_for(session.next(), PATIENCE_S), SampleRequest):
             appended.append(letters.decode(event.append, skip_special_tokens=True))
-            session.answer(event, letters.encode("5", add_special_tokens=False), "stop")
+            session.reply(event, Answer(event.number, letters.encode("5", add_special_tokens=False), "stop"))
     assert appended == ["12+3=", "12+3=5789"]

@@ -16,7 +16,7 @@ from app.environment import verifiers
 from app.environment.pool import EnvironmentSpec
 from app.environment.protocol import Task
 from app.environment.verifiers.environment_host import own_renderer
-from app.environment.wire import End, Limits, RendererChoice, SampleRequest
+from app.environment.wire import Answer, End, Limits, RendererChoice, SampleRequest
 from app.errors import ConfigError
 from app.utils.dotted_path import LoadError
 from app.worker.wire import Failed
@@ -148,7 +148,7 @@ class Runner:
                 engine = Engine(script)
                 while isinstance(event := await asyncio.wait_for(session.next(), 4 * PATIENCE_S), SampleRequest):
                     token_ids, finish = engine.answer(event)
-                    session.answer(event, token_ids, finish, [-0.5] * len(token_ids))
+                    session.reply(event, Answer(event.number, token_ids, finish, [-0.5] * len(token_ids)))
                 return Played(engine, event)
 
             return list(await asyncio.gather(*(play(*episode) for episode in episodes)))

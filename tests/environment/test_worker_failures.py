@@ -12,8 +12,9 @@ from typing import Any
 import psutil
 import pytest
 
-from app.environment.pool import EnvironmentPool, EnvironmentSpec, EpisodeSession
-from app.environment.wire import End, SampleRequest
+from app.environment.pool import EnvironmentPool, EnvironmentSpec
+from app.environment.wire import Answer, End, SampleRequest
+from app.worker.job import Job
 from app.worker.wire import Failed
 from tests.environment.characters import tokens
 from tests.environment.pools import PATIENCE_S, Maker, a_task, play, play_one, running_pool, script
@@ -91,7 +92,7 @@ def misbehave(env: Env, tmp_path: Path) -> Misbehave:
     return run
 
 
-async def waiting_for_an_engine(pool: EnvironmentPool) -> tuple[EpisodeSession, SampleRequest]:
+async def waiting_for_an_engine(pool: EnvironmentPool) -> tuple[Job, SampleRequest]:
     """An episode that has asked for its first reply."""
     session = await pool.begin(a_task(row={"do": "1"}), tokens("a"))
     ask = await asyncio.wait_for(session.next(), PATIENCE_S)
@@ -185,7 +186,7 @@ async def test_neighbors_of_a_step_that_hangs_go_on_and_their_worker_is_replaced
         assert not waiting.done()  # the worker takes no new episodes
         assert pool.pids == [first]
 
-        neighbor.answer(ask, tokens("x"), "stop")
+        neighbor.reply(ask, Answer(ask.number, tokens("x"), "stop"))
         assert isinstance((await play(neighbor, script())).end, End)
         assert isinstance((await play(await asyncio.wait_for(waiting, PATIENCE_S), script("y"))).end, End)
         assert pool.pids != [first]

@@ -12,14 +12,14 @@ import torch
 
 from app.config.device import Dtype
 from app.config.model import LoraConfig
-from app.mode.parity import compare as parity
-from app.mode.parity.compare import (
+from app.errors import FAILED_EXIT
+from app.mode import parity
+from app.mode.parity import (
     BOUNDS,
     ENGINE_FLOAT32,
     FILE,
     LENGTHS,
     Outcome,
-    compare,
     comparisons,
     compute,
     fixed_batch,
@@ -84,23 +84,26 @@ def test_adapters_of_another_version_are_detected(tiny_model: Path) -> None:
     assert abs(differences[2] - differences[0]) > ENGINE_FLOAT32
 
 
-def test_a_weight_sync_that_differs_fails(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_weight_sync_that_differs_fails(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     different = Sampled(False, "a tensor differs", np.zeros(1, dtype=np.int32), ())
     monkeypatch.setattr(parity, "sample", lambda *_: [different])
-    text, _, passed = compare(composed(f"model.path={tiny_model}"), tmp_path)
-    assert not passed
-    assert "FAIL  weight syncs unlike the exported checkpoint" in text
+    assert parity.run(composed(f"model.path={tiny_model}"), tmp_path).exit_code == FAILED_EXIT
+    assert "FAIL  weight syncs unlike the exported checkpoint" in capsys.readouterr().out
 
 
-def test_the_cpu_agrees_with_itself(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cpu_agrees_with_itself(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(parity, "engine_comparisons", lambda *_: [])  # it starts a whole run
-    text, worst, passed = compare(composed(f"model.path={tiny_model}"), tmp_path)
-    assert passed
-    assert worst < 0.01
-    assert "ok    gradient of layer 1" in text
-    result = json.loads((tmp_path / FILE).read_text())
-    assert result["passed"] is True
-    assert {line["what"] for line in result["comparisons"]} >= {"log-probabilities", "loss", "gradient of layer 0"}
+    result = parity.run(composed(f"model.path={tiny_model}"), tmp_path)
+    assert result.exit_code == 0
+    assert result.metric < 0.01
+    assert "ok    gradient of layer 1" in capsys.readouterr().out
+    written = json.loads((tmp_path / FILE).read_text())
+    assert written["passed"] is True
+    assert {line["what"] for line in written["comparisons"]} >= {"log-probabilities", "loss", "gradient of layer 0"}
 
 
 def test_the_reference_equals_transformers_sequence_by_sequence(tiny_model: Path, reference: Outcome) -> None:

@@ -17,6 +17,7 @@ from app.config.trainer import TrainerConfig
 from app.errors import SyncError, TrainerError
 from app.offload import trainer as module
 from app.offload.trainer import HostCopy, Offload
+from app.trainer.rank import OFFLOAD
 from app.types import ScoredGroup, TrainerMemory
 from tests.model.support import save_qwen3, save_qwen35
 from tests.offload.support import FakeRank, storages
@@ -183,7 +184,7 @@ async def test_calls_that_need_offloaded_memory_raise_and_name_it(
     """On real ranks: a second offload, a step, a sync and a restore while the parameters are offloaded."""
 
     trainer = await started(make_trainer(tiny_model, tmp_path))
-    await trainer.attach_offload(partial(Offload, moves=True))
+    await trainer.attach(OFFLOAD, partial(Offload, moves=True))
     push = await make_synchronizer("ipc", trainer, [engine], tmp_path)
     await push.sync(1)
     await trainer.offload(TrainerMemory.parameters)

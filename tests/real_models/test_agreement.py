@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.mode.parity.compare import CPU, logprobs_of, packed
+from app.mode.parity import CPU, logprobs_of, packed
 from app.model.hf_directory import load_tokenizer
 from app.model.hf_import import transformers
 from app.model.load import load

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from app.mode.parity.compare import FILE
+from app.mode.parity import FILE
 from app.model.hf_directory import load_tokenizer
 from app.model.hf_import import transformers
 from tests.folders import run_new_app

@@ -252,7 +252,7 @@ def test_a_sandbox_that_is_absent_is_refused(monkeypatch: pytest.MonkeyPatch, tm
 def test_where_bubblewrap_is_refused_as_in_a_container_the_run_names_its_reason() -> None:
     if (reason := available(NAMESPACES)) is not None:
         pytest.skip(reason)
-    print_description = "from app.reward.code import sandbox_of; print(sandbox_of('auto', 1 << 28).description)"
+    print_description = "from app.reward.code.sandbox import sandbox_of; print(sandbox_of('auto', 1 << 28).description)"
     ran = subprocess.run(
         ["setpriv", "--bounding-set=-sys_admin", sys.executable, "-c", print_description],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},

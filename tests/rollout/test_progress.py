@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from app.rollout.progress import InFlightRequests, ProgressClock, ProgressMonitor
+from app.rollout.progress import InFlightRequests, ProgressClock, stall
 
 LIMIT_S = 10.0
 PROMPTS: InFlightRequests = {"a": ["a#0", "a#1"], "b": ["b#0"]}
@@ -89,7 +89,7 @@ async def test_each_sign_of_progress_of_a_server_without_reports_is_counted() ->
             return self.asked <= 3
 
     clock = ProgressClock()
-    monitor = ProgressMonitor(Client(), clock, lambda: {"a": ["a#0"]}, limit_s=0.04)  # type: ignore[arg-type]
-    await asyncio.wait_for(monitor.failure(), 60)
+    stalled = stall(Client(), clock, lambda: {"a": ["a#0"]}, limit_s=0.04)  # type: ignore[arg-type]
+    await asyncio.wait_for(stalled, 60)
     result = clock.beats
     assert result == 3

@@ -250,7 +250,7 @@ class RankUnderTest:
         """Tensors of a gathered bucket that differ from the parameters. A collective."""
         import torch
 
-        from app.weight_sync.gather import full_tensor
+        from app.model.lora.layer import full_tensor
         from app.weight_sync.sender import BUFFERS
 
         different = 0
@@ -272,7 +272,7 @@ def play(scenario: Scenario, rank: int, ranks: int, folder: Path, port: int) -> 
     from app.config.weight_sync import SnapshotPlace
     from app.device import npu
     from app.offload.trainer import Offload
-    from app.trainer.rank import TrainerRank
+    from app.trainer.rank import OFFLOAD, TrainerRank
     from app.weight_sync.transport.collective import BroadcastSender
     from app.weight_sync.transport.ipc import IpcSender
 
@@ -284,7 +284,7 @@ def play(scenario: Scenario, rank: int, ranks: int, folder: Path, port: int) -> 
     under_test = RankUnderTest(scenario, rank, ranks, folder)
     host = under_test.host
     with mock.patch.object(TrainerRank, "_device_index", lambda self: self.rank):
-        stages.run("setup", lambda: host.setup("127.0.0.1", port) and None)
+        stages.run("setup", lambda: host.setup("127.0.0.1", port))
     npu.DEVICE = device
 
     stages.run("step 1", lambda: under_test.step(1))
@@ -300,7 +300,7 @@ def play(scenario: Scenario, rank: int, ranks: int, folder: Path, port: int) -> 
         stages.run("out of memory", under_test.starved)
     stages.run("step 3 again", lambda: under_test.step(3))
 
-    host.attach_offload(lambda each: Offload(each, moves=under_test.on_device))
+    host.attach(OFFLOAD, lambda each: Offload(each, moves=under_test.on_device))
     stages.run("offload", under_test.offload)
     stages.run("capture offloaded", under_test.capture)
     stages.run("write offloaded", lambda: host.write(folder / "step_3") and None)

@@ -215,7 +215,7 @@ def test_warnings_about_the_inputs_are_in_the_report(tmp_path: Path, monkeypatch
     def stop(*_: object, **__: object) -> None:
         raise RunError("nothing else is started in this test")
 
-    monkeypatch.setattr("app.reward.scorer.Scorer", stop)
+    monkeypatch.setattr("app.mode.session.Scorer", stop)
 
     async def start(recorder: RunFolderRecorder) -> None:
         async with session.start_rollout_workers(RunConfig(), device_of(DeviceKind.cuda), tmp_path, recorder):

@@ -15,7 +15,7 @@ from app.config.model import LoraConfig
 from app.config.trainer import TrainerConfig
 from app.model.policy import named_checkpoint_tensors, named_trained_tensors
 from app.offload.trainer import Offload
-from app.trainer.rank import RankSpec, TrainerRank
+from app.trainer.rank import OFFLOAD, RankSpec, TrainerRank
 from app.types import TrainerMemory
 from tests.trainer.ranks import run_on
 from tests.trainer.support import LIMIT, TEMPERATURE, full, scored_groups
@@ -50,7 +50,7 @@ def played(mesh: DeviceMesh, path: Path, logs: Path) -> dict[str, Any]:
     rank.torch_device = torch.device("cpu")
     rank._load_models()
     rank._make_step()
-    rank.memory_offload = Offload(rank, moves=True)
+    rank.extensions[OFFLOAD] = Offload(rank, moves=True)
     before = {name: full(tensor) for name, tensor in named_checkpoint_tensors(rank.model)}
 
     metrics = []
@@ -74,7 +74,7 @@ def played(mesh: DeviceMesh, path: Path, logs: Path) -> dict[str, Any]:
         "base": sum(tensor.numel() for tensor in base.values()),
         "trained": local_bytes(tensor for _, tensor in named_trained_tensors(rank.model)),
         "optimizer": local_bytes(value for _, _, value in rank.optimizer.state()),
-        "offloaded optimizer": rank.memory_offload._copies[TrainerMemory.optimizer].bytes,
+        "offloaded optimizer": rank.extensions[OFFLOAD]._copies[TrainerMemory.optimizer].bytes,
     }
 
 

@@ -80,7 +80,9 @@ class Engine:
         self.width = width
         self.counts: list[list[int]] = []
         self.barrier = threading.Barrier(width, action=self.sum_counts)
-        self.loaders = [DeltaLoader(self.all_reduce) for _ in range(width)]
+        self.loaders = [DeltaLoader() for _ in range(width)]
+        for loader in self.loaders:
+            loader._sum_over_ranks = self.all_reduce
         self.models = [Model(rank, width) for rank in range(width)]
 
     def sum_counts(self) -> None:

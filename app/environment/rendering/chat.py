@@ -130,7 +130,7 @@ class ChatRenderer:
 
     @cached_property
     def _parse(self) -> reply_parser.Parse:
-        return self._tool_parser[1] if self._tool_parser else reply_parser.text_parser(self.tokenizer)
+        return self._tool_parser[1] if self._tool_parser else reply_parser.default_parser(self.tokenizer, None)
 
     @cached_property
     def _tool_parser(self) -> tuple[str, reply_parser.Parse] | None:

@@ -42,11 +42,6 @@ Parse = Callable[..., Any]
 """`parse_response` of a renderer: sampled ids, `tools=`, `prompt_ids=` → what they say."""
 
 
-def text_parser(tokenizer: TokenizerFile) -> Parse:
-    """Return the parser of text and `<think>` reasoning, without tool calls."""
-    return _default(tokenizer, None)
-
-
 def tool_parser(
     tokenizer: TokenizerFile, prompt_ids: Sequence[int], call: Sequence[int], thinking: bool
 ) -> tuple[str, Parse] | None:
@@ -66,7 +61,7 @@ def tool_parser(
         if parse is not None and _parses_call(parse, prompt_ids, call):
             return name, parse
     for name in TOOL_PARSERS:
-        parse = _default(tokenizer, name)
+        parse = default_parser(tokenizer, name)
         if _parses_call(parse, prompt_ids, call):
             return name, parse
     return None
@@ -84,7 +79,8 @@ def _typed(name: str, tokenizer: TokenizerFile, thinking: bool) -> Parse | None:
     return parse
 
 
-def _default(tokenizer: TokenizerFile, syntax: str | None) -> Parse:
+def default_parser(tokenizer: TokenizerFile, syntax: str | None) -> Parse:
+    """Return the parser of text and `<think>` reasoning; with a syntax also of tool calls."""
     config = import_package("renderers.configs").DefaultRendererConfig(tool_parser=syntax)
     renderer = import_package("renderers.default").DefaultRenderer(tokenizer, config)
     opener = tokenizer.encode(OPEN)

@@ -32,9 +32,10 @@ def make(settings: Mapping[str, Any]) -> Host:
     Raises:
         LoadError: It cannot be used in this interpreter.
     """
-    version = _installed()
-    if version is None:
-        raise LoadError(f"verifiers is not installed; install {PINS}")
+    try:
+        version = importlib.metadata.version("verifiers")
+    except importlib.metadata.PackageNotFoundError:
+        raise LoadError(f"verifiers is not installed; install {PINS}") from None
     if not version.startswith("0.4."):
         raise LoadError(f"verifiers {version} is not supported; install {PINS}")
 
@@ -52,13 +53,6 @@ def make(settings: Mapping[str, Any]) -> Host:
         raise LoadError(f"{settings['id']} has no tasks")
     host.info = {"tasks": len(rows)} | ({"rows": rows} if settings.get("list_tasks") else {})
     return host
-
-
-def _installed() -> str | None:
-    try:
-        return importlib.metadata.version("verifiers")
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _find_programs() -> None:

@@ -9,6 +9,7 @@ Invariants:
 """
 
 import asyncio
+import dataclasses
 import traceback
 from collections.abc import Callable
 from functools import partial
@@ -84,7 +85,10 @@ class Episode:
         if failure is not None and not isinstance(outcome, Closed):
             outcome = outcome if isinstance(outcome, Failed) else failure
         self._calls.end()
-        return _stuck(outcome) if self._stuck else outcome
+        if not self._stuck:
+            return outcome
+        assert not isinstance(outcome, End)
+        return dataclasses.replace(outcome, stuck=True)
 
     async def _outcome(self, running: "asyncio.Future[End]") -> End | Failed | Closed:
         """Return how the run ended, after it has."""
@@ -197,10 +201,3 @@ class Episode:
         kind = "memory" if isinstance(error, MemoryError) else "raised"
         error = error.__cause__ or error if isinstance(error, Exited) else error
         return Failed(self.number, kind, f"{step} raised {error_text(error)}")
-
-
-def _stuck(outcome: End | Failed | Closed) -> Failed | Closed:
-    if isinstance(outcome, Closed):
-        return Closed(outcome.job, stuck=True)
-    assert isinstance(outcome, Failed)
-    return Failed(outcome.job, outcome.kind, outcome.text, stuck=True)

@@ -10,7 +10,7 @@ import asyncio
 from app.data.build import conversation
 from app.environment.pool import EnvironmentPool
 from app.environment.protocol import Task
-from app.environment.wire import End, SampleRequest
+from app.environment.wire import Answer, End, SampleRequest
 from app.errors import ConfigError
 from app.mode.environments import tried_pool, without_log
 from app.mode.finding import CheckStatus, Finding
@@ -77,7 +77,8 @@ async def _episode(pool: EnvironmentPool, task: Task, tokenize: Tokenize) -> tup
             room = replies < MAX_REPLIES
             replies += room
             logprobs = [-1.0] * len(reply) if event.logprobs and room else None
-            session.answer(event, reply if room else [], "stop" if room else "full", logprobs)
+            answer = Answer(event.number, reply if room else [], "stop" if room else "full", logprobs)
+            session.reply(event, answer)
         return replies, event
     finally:
         await asyncio.wait([asyncio.ensure_future(session.close())], timeout=CLOSING_S)

@@ -83,7 +83,7 @@ def adapter_metrics(model: nn.Module) -> Mapping[str, float]:
     if not layers:
         return {}
 
-    gathered = [_full(layer.lora_A) for layer in layers]
+    gathered = [full_tensor(layer.lora_A) for layer in layers]
     of_a = torch.stack([a @ a.T for a in gathered])
     of_b = torch.stack([local_shard(layer.lora_B).T @ local_shard(layer.lora_B) for layer in layers])
     # In float64 on the host: not every device has it.
@@ -97,7 +97,8 @@ def adapter_metrics(model: nn.Module) -> Mapping[str, float]:
     return {"lora/norm": squared.sum().clamp_min(0).sqrt().item()}
 
 
-def _full(parameter: Tensor) -> Tensor:
+def full_tensor(parameter: Tensor) -> Tensor:
+    """Return the full tensor on every rank. A collective for a `DTensor`."""
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 

@@ -10,16 +10,7 @@ from typing import Any
 
 from app.reward.code.judge import Judge
 from app.reward.code.row_tests import read_tests
-from app.reward.code.sandbox import (
-    NAMESPACES,
-    LocalSandbox,
-    Sandbox,
-    SandboxError,
-    SandboxFusion,
-    available,
-    choose,
-    runs_programs,
-)
+from app.reward.code.sandbox import sandbox_of
 from app.types import Trajectory
 
 FENCE = "```"
@@ -51,7 +42,7 @@ class code:  # noqa: N801  a component has its name
     def _score(self, trajectory: Trajectory) -> Any:
         tests = read_tests(trajectory.prompt.row, trajectory.prompt.answer)
         program = last_block(trajectory.text)
-        share = 0.0 if program is None else self._judge.passed(program, tests) / len(tests)
+        share = 0.0 if program is None else self._judge.passed(program, tests) / len(tests.cases)
         return {"score": share if self._partial else float(share == 1), "passed": share}
 
 
@@ -73,16 +64,3 @@ def last_block(text: str) -> str | None:
             found = "".join(lines) if language in LANGUAGES else found
             language = None
     return found
-
-
-def sandbox_of(name: str, memory: int) -> Sandbox:
-    """Return the sandbox of a setting. Raises `SandboxError` unless it runs programs here."""
-    if "://" not in name:
-        sandbox = LocalSandbox(choose(name), memory)
-        if name == "auto" and (reason := available(NAMESPACES)) is not None:
-            sandbox.description += f" (namespaces: {reason})"
-        return sandbox
-    server = SandboxFusion(name, memory)
-    if not runs_programs(server):
-        raise SandboxError(f"{name} does not print 42 for a program that does")
-    return server

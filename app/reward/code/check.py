@@ -6,9 +6,8 @@ from typing import Any
 
 from app.config.reward import CodeArgs
 from app.errors import ConfigError
-from app.reward.code import sandbox_of
 from app.reward.code.row_tests import ACCEPTED, NoTests, read_tests
-from app.reward.code.sandbox import NAMESPACES, PROCESS, SandboxError, available
+from app.reward.code.sandbox import NAMESPACES, PROCESS, SandboxError, available, sandbox_of
 
 MAX_ROWS = 500  # of all sets: compressed tests take milliseconds to read
 

@@ -85,7 +85,7 @@ class Judge:
             yield passed
 
     def _asserts(self, code: str, tests: Asserts, deadline: float) -> Iterator[bool]:
-        attempts = [Attempt(index, tests, each) for index, each in enumerate(tests.statements)]
+        attempts = [Attempt(index, tests, each) for index, each in enumerate(tests.cases)]
         for _ in range(MAX_ROUNDS):
             for each in attempts:
                 if each.passed is None:

@@ -41,13 +41,10 @@ class Asserts:
     """
 
     setup: str
-    statements: Sequence[str]
+    cases: Sequence[str]  # statements
     defined: frozenset[str] = frozenset()
     modules: frozenset[str] = frozenset()
     name = "asserts"
-
-    def __len__(self) -> int:
-        return len(self.statements)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +54,6 @@ class Stdin:
     cases: Sequence[tuple[str, str]]
     name = "stdin and stdout"
 
-    def __len__(self) -> int:
-        return len(self.cases)
-
 
 @dataclass(frozen=True, slots=True)
 class Calls:
@@ -68,9 +62,6 @@ class Calls:
     function: str
     cases: Sequence[tuple[Sequence[Any], Any]]
     name = "function calls"
-
-    def __len__(self) -> int:
-        return len(self.cases)
 
 
 Tests = Asserts | Stdin | Calls
@@ -88,7 +79,7 @@ def read_tests(row: Mapping[str, Any], answer: str = "") -> Tests:
         raise NoTests(f"its tests cannot be read: {type(error).__name__}: {error}") from error
     if tests is None:
         raise NoTests(f"it has the columns {', '.join(sorted(row)) or 'none'}")
-    if not len(tests):
+    if not tests.cases:
         raise NoTests("its list of tests is empty")
     return tests
 

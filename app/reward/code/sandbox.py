@@ -256,3 +256,16 @@ def landlock_version() -> int:
     import ctypes
 
     return int(ctypes.CDLL(None).syscall(444, None, ctypes.c_size_t(0), 1))
+
+
+def sandbox_of(name: str, memory: int) -> Sandbox:
+    """Return the sandbox of a setting. Raises `SandboxError` unless it runs programs here."""
+    if "://" not in name:
+        sandbox = LocalSandbox(choose(name), memory)
+        if name == "auto" and (reason := available(NAMESPACES)) is not None:
+            sandbox.description += f" (namespaces: {reason})"
+        return sandbox
+    server = SandboxFusion(name, memory)
+    if not runs_programs(server):
+        raise SandboxError(f"{name} does not print 42 for a program that does")
+    return server

@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from app.environment.pool import EpisodeSession
-from app.environment.wire import End, SampleRequest
+from app.environment.wire import Answer, End, SampleRequest
 from app.rollout.episodes.episode_group import EpisodeGroup
 from app.rollout.episodes.sequence_builder import SequenceBuilder
 from app.types import (
@@ -28,6 +27,7 @@ from app.types import (
     Turn,
     VersionSpan,
 )
+from app.worker.job import Job
 from app.worker.wire import Failed
 
 MIN_SHOWN_S = 0.02  # a shorter stretch of an environment's own code is not on the timeline
@@ -50,7 +50,7 @@ class EpisodeLimits:
 class EpisodeAttempt:
     """One episode, from its beginning to its end."""
 
-    def __init__(self, group: EpisodeGroup, number: int, session: EpisodeSession, limits: EpisodeLimits):
+    def __init__(self, group: EpisodeGroup, number: int, session: Job, limits: EpisodeLimits):
         self.group = group
         self.number = number
         self.session = session
@@ -138,7 +138,7 @@ class EpisodeAttempt:
             most = await self._reserve(sequence, ask.max_tokens)
         if most <= 0:
             self.full = True
-            self.session.answer(ask, [], "full")
+            self.session.reply(ask, Answer(ask.number, [], "full"))
             return
 
         try:
@@ -150,12 +150,9 @@ class EpisodeAttempt:
 
         self.last = completion
         self.full = completion.truncated and self._room(sequence) <= 0
-        self.session.answer(
-            ask,
-            completion.token_ids.tolist(),
-            completion.finish_reason.value,
-            completion.logprobs.tolist() if ask.logprobs else None,
-        )
+        logprobs = completion.logprobs.tolist() if ask.logprobs else None
+        finish = completion.finish_reason.value
+        self.session.reply(ask, Answer(ask.number, completion.token_ids.tolist(), finish, logprobs))
 
     async def _reserve(self, sequence: SequenceBuilder, max_tokens: int | None) -> int:
         """Reserve all tokens that a request may sample, once they are free. Returns none where there is no room."""

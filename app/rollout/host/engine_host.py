@@ -13,12 +13,13 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from app.errors import EngineError
 from app.rollout.host.requests_in_flight import RequestsInFlight
 from app.rollout.host.server_connection import HostSpec, ServerConnection
-from app.rollout.progress import ProgressMonitor
+from app.rollout.progress import stall
 from app.types import Completion, EngineMemory, EngineStart, EngineStats, GroupRequest, InFlight, MemoryUse
 from app.utils.process import log_to, memory_use
 
@@ -54,8 +55,7 @@ class EngineHost:
         """
         info = await self._connection.start()
         client = self._connection.client()
-        monitor = ProgressMonitor(client, self._requests.progress, self._sampling, self.spec.stall_timeout_s)
-        self._connection.watch(monitor.failure())
+        self._connection.watch(stall(client, self._requests.progress, self._sampling, self.spec.stall_timeout_s))
         if self.spec.serves_adapters:
             self._adapters = self._make_adapters(client.url, info)
         return {"url": client.url, "version": str(info.get("version", "")), "pid": self._connection.pid}
@@ -158,18 +158,13 @@ class EngineHost:
         from app.rollout.served_adapters import Adapters, adapter_limit
 
         seconds = self.spec.stall_timeout_s
-
-        async def post(route: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
-            return await self._connection.post(route, body, seconds)
-
-        requests = self._requests
         return Adapters(
             self.spec.name,
-            requests.host_id,
+            self._requests.host_id,
             limit=adapter_limit(self.spec.name, url, info),
             abort_timeout_s=seconds,
-            post=post,
-            abort=requests.abort_adapter,
+            post=partial(self._connection.post, seconds=seconds),
+            abort=self._requests.abort_adapter,
         )
 
     def _adapter_for_request(self) -> "AbstractContextManager[Adapter | None]":

@@ -1,7 +1,7 @@
 """Runs inside SGLang's processes: loads the messages of a delta sync (app/wire.py) into the model.
 
 Two methods of SGLang's weight updater are wrapped, one per transport. A bucket without a header goes to SGLang
-unchanged.
+unchanged. SGLang only logs a missing method; the driver then detects that our reply is missing.
 
 Invariants:
     - Messages are loaded in order, and a delta only onto the version that it was computed from. A lost, repeated or
@@ -21,31 +21,19 @@ from torch import Tensor
 from app.rollout.sglang_plugin.sparse_tensor import SparseTensor
 from app.wire import GAPS, HEADER, MORE, VALUES, DeltaHeader, SparseTensorMeta, decode
 
-UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
+UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater."
+LOAD_FROM_COLLECTIVE = UPDATER + "load_weights_from_distributed"
+LOAD_FROM_IPC = UPDATER + "_update_weights_from_flattened_bucket"
 NamedTensors = Sequence[tuple[str, Tensor]]
 Reply = tuple[bool, str]  # success, message
-
-
-def register() -> None:
-    """Wrap both methods. SGLang only logs a missing method; the driver then detects that our reply is missing."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    loader = DeltaLoader()
-    HookRegistry.register(f"{UPDATER}.load_weights_from_distributed", loader.from_collective, HookType.AROUND)
-    HookRegistry.register(f"{UPDATER}._update_weights_from_flattened_bucket", loader.from_ipc, HookType.AROUND)
 
 
 class DeltaLoader:
     """The loader of one scheduler process."""
 
-    def __init__(self, sum_over_ranks: Callable[[list[int]], list[int]] | None = None):
-        """Create a loader.
-
-        Args:
-            sum_over_ranks: Sums counts over the tensor-parallel ranks of the engine, which all call it. None: SGLang's
-                process group.
-        """
-        self._sum_over_ranks = sum_over_ranks or all_reduce_counts
+    def __init__(self) -> None:
+        # Sums counts over the tensor-parallel ranks of the engine, which all call it.
+        self._sum_over_ranks: Callable[[list[int]], list[int]] = all_reduce_counts
         self.synced_version: int | None = None  # of the last complete sync; None: unknown, needs a full sync
         self._next: tuple[int, int | None, int] | None = None  # version, base and index of the next message of a sync
 

@@ -30,17 +30,31 @@ def load() -> None:
 
     from app.rollout.sglang_plugin import delta_loader, lora_layers, request_report
 
-    delta_loader.register()
-    lora_layers.register()
-    request_report.register()
-    name_shared_memory()
+    loader, manager = delta_loader.DeltaLoader(), lora_layers.MANAGER
+    hooks: list[tuple[str, Any, Any]] = [
+        (delta_loader.LOAD_FROM_COLLECTIVE, loader.from_collective, HookType.AROUND),
+        (delta_loader.LOAD_FROM_IPC, loader.from_ipc, HookType.AROUND),
+        (manager + "init_lora_shapes", lora_layers.without_embeddings, HookType.AROUND),
+        (manager + "load_lora_weights", lora_layers.refuse_unknown_names, HookType.AFTER),  # of a folder
+        (manager + "load_lora_weights_from_tensors", lora_layers.refuse_unknown_names, HookType.AFTER),  # of a request
+        (lora_layers.LAYER_SIZES, lora_layers.layer_sizes, HookType.AROUND),
+        (request_report.INTERNAL_STATE, request_report.add_report, HookType.AFTER),
+    ]
     if os.environ[DEVICE_VARIABLE] == "cpu":
         from app.rollout.sglang_plugin import sampling, shared_prompts
 
-        lora_layers.register_for_cpu()
-        sampling.register()
-        shared_prompts.register()
-        HookRegistry.register(SYNCHRONIZE, skip_synchronize, HookType.REPLACE)
+        hooks += [
+            (manager + "__init__", lora_layers.replace_torch, HookType.BEFORE),
+            (lora_layers.PIN, lora_layers.not_pinned, HookType.REPLACE),
+            (sampling.SAMPLE, sampling.sample, HookType.AROUND),
+            (shared_prompts.ADD_REQUEST, shared_prompts.add_one_req, HookType.AROUND),
+            (SYNCHRONIZE, skip_synchronize, HookType.REPLACE),
+        ]
+    if MARK in os.environ:
+        hooks.append((LOAD_REPORTS, with_run_prefix, HookType.AFTER))
+        name_shared_memory()
+    for hook in hooks:
+        HookRegistry.register(*hook)
 
 
 def skip_synchronize(*_: Any) -> None:
@@ -48,17 +62,13 @@ def skip_synchronize(*_: Any) -> None:
 
 
 def name_shared_memory() -> None:
-    """Give SGLang's files in shared memory the run's name, unless the run has no mark on this machine.
+    """Give Python's files in shared memory the run's name.
 
     A server ends by SIGKILL, which leaves them: 16 KB of load reports, and with tensor parallelism the ring buffers of
     its ranks. The process reaper removes what has the run's name.
     """
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    if MARK in os.environ:
-        HookRegistry.register(LOAD_REPORTS, with_run_prefix, HookType.AFTER)
-        prefix = f"/{run_prefix()}"
-        vars(shared_memory).update(_SHM_NAME_PREFIX=prefix, _SHM_SAFE_NAME_LENGTH=len(prefix) + RANDOM_CHARACTERS)
+    prefix = f"/{run_prefix()}"
+    vars(shared_memory).update(_SHM_NAME_PREFIX=prefix, _SHM_SAFE_NAME_LENGTH=len(prefix) + RANDOM_CHARACTERS)
 
 
 def with_run_prefix(path: str, *_: Any) -> str:

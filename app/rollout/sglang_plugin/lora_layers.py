@@ -3,6 +3,8 @@
 embeddings and LM head   get no adapters, and so no buffers and no kernels: only linear layers are trained
 Qwen3.5's text model     tells the sizes of its layers, which only the class inside it does
 unknown names            refuse a load; SGLang would find them when a batch needs the adapter, and its scheduler end
+
+The hooks act only on a server that runs with `--enable-lora`.
 """
 
 from collections.abc import Callable
@@ -14,18 +16,9 @@ import torch
 from torch import Tensor
 
 MANAGER = "sglang.srt.lora.lora_manager.LoRAManager."
-EMBEDDINGS = {"embed_tokens", "lm_head"}
+LAYER_SIZES = "sglang.srt.lora.utils.get_hidden_dim"
 PIN = "torch.Tensor.pin_memory"
-
-
-def register() -> None:
-    """Register the hooks. They act only on a server that runs with `--enable-lora`."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    HookRegistry.register(MANAGER + "init_lora_shapes", without_embeddings, HookType.AROUND)
-    for load in ("load_lora_weights", "load_lora_weights_from_tensors"):  # of a folder, of a request
-        HookRegistry.register(MANAGER + load, refuse_unknown_names, HookType.AFTER)
-    HookRegistry.register("sglang.srt.lora.utils.get_hidden_dim", layer_sizes, HookType.AROUND)
+EMBEDDINGS = {"embed_tokens", "lm_head"}
 
 
 def without_embeddings(
@@ -63,21 +56,12 @@ def refuse_unknown_names(_: None, manager: Any, adapter: Any, *__: Any, **___: A
 # --- on a CPU
 
 
-def register_for_cpu() -> None:
-    """Register the hooks that let SGLang's LoRA backend `torch_native` run on a CPU.
-
-    It pins host memory for copies to a device. Without a device, torch raises an error instead: here its two modules
-    get a `torch` that does not pin (SGLang 0.5.23: lora/backend/torch_backend.py:225-244; lora/layers.py:145, 324,
-    479, 594).
-    """
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    HookRegistry.register(MANAGER + "__init__", replace_torch, HookType.BEFORE)
-    HookRegistry.register(PIN, not_pinned, HookType.REPLACE)
-
-
 def replace_torch(*_: Any, **__: Any) -> None:
-    """Give the modules of the backend a torch that does not pin. Hook before the LoRA manager is made."""
+    """Give the modules of SGLang's LoRA backend `torch_native` a torch that does not pin host memory.
+
+    Without a device, torch raises an error instead (SGLang 0.5.23: lora/backend/torch_backend.py:225-244;
+    lora/layers.py:145, 324, 479, 594). Hook before the LoRA manager is made.
+    """
     import sglang.srt.lora.backend.torch_backend as backend
     import sglang.srt.lora.layers as layers
 

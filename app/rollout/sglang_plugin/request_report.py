@@ -11,13 +11,6 @@ REPORT = "posttrain_requests"  # its key among the internal states of `/server_i
 INTERNAL_STATE = "sglang.srt.managers.scheduler.Scheduler.get_internal_state"
 
 
-def register() -> None:
-    """Add the report to the scheduler's internal state."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    HookRegistry.register(INTERNAL_STATE, add_report, HookType.AFTER)
-
-
 def add_report(reply: Any, scheduler: Any, *_: Any) -> Any:
     """Add the report to one reply. Hook after `get_internal_state`."""
     reply.internal_state[REPORT] = unfinished(scheduler)

@@ -15,13 +15,6 @@ SAMPLE = "sglang.srt.layers.sampler.sampling_from_probs_torch"
 BLOCK = 64  # tokens
 
 
-def register() -> None:
-    """Register the replacement of plain sampling."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    HookRegistry.register(SAMPLE, sample, HookType.AROUND)
-
-
 def sample(
     original: Callable[..., Tensor], probs: Tensor, sampling_seed: Tensor | None = None, positions: Any = None
 ) -> Tensor:

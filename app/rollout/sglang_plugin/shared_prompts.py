@@ -17,13 +17,6 @@ MIN_TOKENS = 16  # of a prompt that are not in the cache: below, another batch c
 _waited: WeakSet[Any] = WeakSet()
 
 
-def register() -> None:
-    """Register the hook around the choice of each request of a prefill."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    HookRegistry.register(ADD_REQUEST, add_one_req, HookType.AROUND)
-
-
 def add_one_req(original: Callable[..., Any], adder: Any, req: Any, *rest: Any, **named: Any) -> Any:
     """Add a request to the prefill, or leave it in the queue if this prefill computes its prompt for another one."""
     from sglang.srt.managers.schedule_policy import AddReqResult

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world
 
-from app.utils.net import Listener
+from app.utils.net import listen
 
 log = logging.getLogger(__name__)
 POLL_S = 0.0005  # between two looks at a broadcast in flight
@@ -55,8 +55,8 @@ class SyncProcessGroup:
         self.name = name
         self._timeout = timedelta(seconds=watchdog_seconds(timeout_s))
         self._abort_backend = abort_backend
-        listener = Listener(address)  # else the store would listen at all addresses of this machine
-        self.port = listener.port
+        listener = listen(address)  # else the store would listen at all addresses of this machine
+        self.port: int = listener.getsockname()[1]
         self._store: dist.Store | None = dist.TCPStore(
             address,
             self.port,

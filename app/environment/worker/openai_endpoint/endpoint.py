@@ -22,8 +22,9 @@ from http import HTTPStatus
 from typing import Any
 
 from app.environment.protocol import EpisodeOver, Message, Policy
+from app.environment.worker.conversation import message_key
 from app.environment.worker.openai_endpoint import openai_api
-from app.environment.worker.openai_endpoint.http_server import HEAD_BYTES, HttpAnswer, HttpRequest, serve_connection
+from app.environment.worker.openai_endpoint.http_server import HEAD_BYTES, HttpRequest, serve_connection
 from app.environment.worker.openai_endpoint.openai_api import Refusal
 
 SESSION_HEADER = "X-Session-ID"
@@ -96,15 +97,15 @@ class Endpoint:
         async with await asyncio.start_server(connected, sock=listening, limit=HEAD_BYTES) as server:
             await server.serve_forever()
 
-    async def _answer(self, request: HttpRequest) -> HttpAnswer:
+    async def _answer(self, request: HttpRequest) -> tuple[int, Mapping[str, Any]]:
         """Answer a request; errors have OpenAI's shape, and no client tries them again."""
         try:
-            return HttpAnswer(HTTPStatus.OK, await self._serve_request(request))
+            return HTTPStatus.OK, await self._serve_request(request)
         except Refusal as refusal:
-            return HttpAnswer(refusal.status, refusal.body)
+            return refusal.status, refusal.body
         except Exception as error:  # whatever the policy or its renderer raises ends this request only
             failed = Refusal(f"{type(error).__name__}: {error}", HTTPStatus.INTERNAL_SERVER_ERROR)
-            return HttpAnswer(failed.status, failed.body)
+            return failed.status, failed.body
 
     async def _serve_request(self, request: HttpRequest) -> Mapping[str, Any]:
         _, secret, *rest = request.path.partition("?")[0].split("/")
@@ -149,7 +150,7 @@ class Endpoint:
         reply = await seat.policy(messages, tools=tools, max_tokens=max_tokens)
         seat.replies += 1
         message = openai_api.chat_message(reply, seat.replies)
-        seat.given.setdefault(openai_api.key_of(openai_api.read_message(message)), []).append(reply.message)
+        seat.given.setdefault(message_key(openai_api.read_message(message)), []).append(reply.message)
         return openai_api.chat_answer(message, reply, body.get("model"))
 
     async def _generate(self, seat: Seat, body: Mapping[str, Any]) -> Mapping[str, Any]:

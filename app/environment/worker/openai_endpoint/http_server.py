@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
+from app.environment.worker.openai_endpoint.openai_api import Refusal
+
 HEAD_BYTES = 64 << 10  # request line and headers
 BODY_BYTES = 64 << 20  # a conversation of a million tokens has about 8 MB as token ids
 
@@ -24,36 +26,20 @@ class HttpRequest:
     body: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class HttpAnswer:
-    """One answer, sent as JSON."""
-
-    status: int
-    body: Mapping[str, Any]
-
-
-Handler = Callable[[HttpRequest], Awaitable[HttpAnswer]]
-
-
-class Unreadable(Exception):
-    """What arrived is not a request that this server reads. The connection is closed after the answer."""
-
-    def __init__(self, status: HTTPStatus, message: str) -> None:
-        super().__init__(message)
-        self.status = status
+Handler = Callable[[HttpRequest], Awaitable[tuple[int, Mapping[str, Any]]]]  # status, and the answer as JSON
 
 
 async def serve_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, handler: Handler) -> None:
-    """Answer the requests of one connection, in order, until the client closes it."""
+    """Answer the requests of one connection, in order, until the client closes it or sends what is not read."""
     try:
         while (request := await _read(reader, writer)) is not None:
-            answer = await handler(request)
+            status, answer = await handler(request)
             close = request.headers.get("connection", "").lower() == "close"
-            await _write(writer, answer, close)
+            await _write(writer, status, answer, close)
             if close:
                 return
-    except Unreadable as error:
-        await _write(writer, HttpAnswer(error.status, {"error": {"message": str(error)}}), close=True)
+    except Refusal as error:
+        await _write(writer, error.status, error.body, close=True)
     except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
         return  # the client went away, or the event loop ends
     finally:
@@ -69,7 +55,7 @@ async def _read(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> H
             raise
         return None
     except asyncio.LimitOverrunError:
-        raise Unreadable(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "The headers are too large.") from None
+        raise Refusal("The headers are too large.", HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE) from None
 
     method, path, headers = _parse_head(head)
     length = _body_length(headers)
@@ -83,7 +69,7 @@ def _parse_head(head: bytes) -> tuple[str, str, dict[str, str]]:
     first, *lines = head.decode("latin-1").split("\r\n")
     words = first.split(" ")
     if len(words) != 3 or not words[2].startswith("HTTP/1."):
-        raise Unreadable(HTTPStatus.BAD_REQUEST, "This is not an HTTP/1.1 request.")
+        raise Refusal("This is not an HTTP/1.1 request.")
 
     headers = {}
     for line in filter(None, lines):
@@ -95,22 +81,21 @@ def _parse_head(head: bytes) -> tuple[str, str, dict[str, str]]:
 def _body_length(headers: Mapping[str, str]) -> int:
     """Bytes of the body, from `Content-Length`."""
     if "transfer-encoding" in headers:
-        raise Unreadable(HTTPStatus.LENGTH_REQUIRED, "Send the body with a Content-Length; chunks are not read.")
+        raise Refusal("Send the body with a Content-Length; chunks are not read.", HTTPStatus.LENGTH_REQUIRED)
 
     text = headers.get("content-length", "0")
     if not (text.isascii() and text.isdigit()):
-        raise Unreadable(HTTPStatus.BAD_REQUEST, f"Content-Length: {text[:40]} is not a number of bytes.")
+        raise Refusal(f"Content-Length: {text[:40]} is not a number of bytes.")
     if len(text) > 12 or int(text) > BODY_BYTES:
-        raise Unreadable(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"The body is larger than {BODY_BYTES >> 20} MiB.")
+        raise Refusal(f"The body is larger than {BODY_BYTES >> 20} MiB.", HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
     return int(text)
 
 
-async def _write(writer: asyncio.StreamWriter, answer: HttpAnswer, close: bool) -> None:
-    body = json.dumps(answer.body).encode()
-    phrase = HTTPStatus(answer.status).phrase
-    final = "" if answer.status == HTTPStatus.OK else "x-should-retry: false\r\n"  # OpenAI's clients obey it
+async def _write(writer: asyncio.StreamWriter, status: int, answer: Mapping[str, Any], close: bool) -> None:
+    body = json.dumps(answer).encode()
+    final = "" if status == HTTPStatus.OK else "x-should-retry: false\r\n"  # OpenAI's clients obey it
     head = (
-        f"HTTP/1.1 {int(answer.status)} {phrase}\r\n"
+        f"HTTP/1.1 {int(status)} {HTTPStatus(status).phrase}\r\n"
         f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
         f"Connection: {'close' if close else 'keep-alive'}\r\n{final}\r\n"
     )

@@ -7,6 +7,7 @@ from http import HTTPStatus
 from typing import Any
 
 from app.environment.protocol import EpisodeOver, Message, OutOfTokens, Reply, Sampled, Tool
+from app.environment.worker.conversation import message_key
 
 MODEL = "policy"
 # Clients know an overflow by these words or by its code, and shorten the conversation or end it.
@@ -69,8 +70,8 @@ def read_chat(
 
     Args:
         body: The request.
-        given: The policy's replies in this episode, by `key_of` what the agent was sent for them. An agent may send
-            them back without the reasoning, or with null fields: they count as what they were.
+        given: The policy's replies in this episode, by `message_key` of what the agent was sent for them. An agent may
+            send them back without the reasoning, or with null fields: they count as what they were.
 
     Raises:
         Refusal: It needs what is not served.
@@ -81,7 +82,7 @@ def read_chat(
         raise Refusal("messages must be a list of at least one message.")
 
     read: list[Message] = [read_message(message) for message in messages]
-    keys = [key_of(message) for message in read]
+    keys = [message_key(message) for message in read]
     for place, key in enumerate(keys):
         if replies := given.get(key):
             read[place] = _match_reply(read[place], replies, keys[place:].count(key))
@@ -96,14 +97,6 @@ def _match_reply(message: Message, replies: Sequence[Message], left: int) -> Mes
     reasoning = message.get("reasoning_content")
     same = [each for each in replies if reasoning and each.get("reasoning_content") == reasoning]
     return same[-1] if same else replies[max(0, len(replies) - left)]
-
-
-def key_of(message: Message) -> str:
-    """An assistant's message as text, without its reasoning; no other message has this key."""
-    if message["role"] != "assistant":
-        return ""
-    calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())]
-    return json.dumps([message["content"], calls], sort_keys=True)
 
 
 def chat_message(reply: Reply, number: int) -> dict[str, Any]:
