@@ -131,6 +131,7 @@ def outcome(overrides: str, folder: Path, before: dict[str, float]) -> dict[str,
         "first": summary["eval/accuracy_first"],
         "accuracies": {line["step"]: line["eval/accuracy"] for line in lines if "eval/accuracy" in line},
         "last": summary["eval/accuracy_last"],
+        "rewards": [round(line["reward/mean"], 3) for line in steps],  # of the samples of each step
         "steps": summary["steps"],
         "updates_per_step": OmegaConf.load(folder / "config" / "config.yaml").algorithm.updates_per_step,
         "clip_low_fraction": round(statistics.fmean(line["clip/low_fraction"] for line in steps), 5),

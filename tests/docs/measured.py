@@ -5,6 +5,7 @@ A page has them between `<!-- measured: NAME -->` and `<!-- end -->`. A result t
 
 import json
 import re
+import statistics
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -305,6 +306,20 @@ def learning_real() -> str:
     return table
 
 
+def gsm8k() -> str:
+    (run,) = load("gsm8k")["runs"]
+    table = header("", *(f"step {step}" for step in run["accuracies"]))
+    table += row("accuracy", *(f"{100 * accuracy:.0f} %" for accuracy in run["accuracies"].values()))
+    rewards = run["rewards"]
+    part = len(rewards) // 3
+    first, last = (100 * statistics.fmean(each) for each in (rewards[:part], rewards[-part:]))
+    text = (
+        f"Of the samples at temperature 0.7, {first:.0f} % were right in the first {part} of {run['steps']} steps and "
+        f"{last:.0f} % in the last {part}."
+    )
+    return f"{table}\n{textwrap.fill(text, 128)}\n"
+
+
 def placements() -> str:
     runs = {run["name"]: run for run in load("learning")["runs"]}
     shown = ((placement, runs.get(run)) for placement, run in PLACEMENT_RUNS.items())
@@ -428,6 +443,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
         real_models,
         learning,
         learning_real,
+        gsm8k,
         placements,
         overlap,
         missed,
