@@ -71,6 +71,7 @@ for setting in "$@"; do
     hydra.run.dir=* | hydra.sweep.dir=* | resume=*/*)
       case $path in /*) ;; *) path=/workspace/$path ;; esac
       outlives "$path" || fail "$setting would end with the container: give a folder of outputs/, or --mount one"
+      options+=(-e "POSTTRAIN_OUTPUTS=${path%%/checkpoints/*}") # what the health check looks at
       ;;
     *path=/models/* | *path=/workspace/*) ;;
     *path=/*)

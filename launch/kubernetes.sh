@@ -33,7 +33,7 @@ manifest=$(cat "launch/kubernetes/rayjob_$device.yaml")
 replace() {
   manifest=${manifest//"$1"/"$2"}
 }
-replace "experiment=${device}8_fully_async_9b" "$(printf '%q ' "$@")"
+replace "posttrain-$device" "${name:-posttrain-$device}" # before the image, which may have this name in it
 replace '"8"' "\"$per_node\""
 replace '\"NPU\": 8' "\\\"NPU\\\": $per_node"
 replace "replicas: 0" "replicas: $((nodes - 1))"
@@ -44,7 +44,7 @@ replace "hydra-posttrain:$device" "${image:-hydra-posttrain:$device}"
 replace posttrain-storage "$claim"
 replace posttrain-secrets "$secret"
 [ -z "${RESOURCE-}" ] || replace huawei.com/Ascend910 "$RESOURCE"
-replace "posttrain-$device" "${name:-posttrain-$device}"
+replace "experiment=${device}8_fully_async_9b" "$(printf '%q ' "$@")"
 if $dry_run; then
   echo "$manifest"
 else

@@ -23,7 +23,7 @@ FLOORS = (  # from the ground up; packages of one floor never import each other
 )
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}
 MAX_FILES = 12  # of a package; `config/` has one for each section
-MAX_CORE_LINES = 30_550  # comes down to 25,000 as the core gets simpler
+MAX_CORE_LINES = 30_570  # comes down to 25,000 as the core gets simpler
 MAX_ROOM_LINES = 1_500
 MAX_CLASS_LINES = 250
 LARGER_CLASSES = {  # ceilings of those that are still larger

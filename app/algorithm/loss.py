@@ -138,7 +138,8 @@ def policy_loss(batch: TokenBatch, config: AlgorithmConfig, correction: Correcti
         total = torch.stack(list(components.values())).sum()
         sums = {name: term.detach() for name, term in {"loss/total": total, **terms}.items()}
         sums |= _policy_sums(batch, old, ratio, objective, config)
-        sums |= _mismatch_sums(batch, trainer_old, corrected)
+        if batch.first_update or batch.old_logprobs is not None:  # else the trainer's π_old is not known
+            sums |= _mismatch_sums(batch, trainer_old, corrected)
     return LossSums(components, sums)
 
 
@@ -280,13 +281,14 @@ def _policy_sums(
 
 
 def _mismatch_sums(batch: TokenBatch, trainer_old: Tensor, corrected: Tensor) -> dict[str, Tensor]:
-    """Mismatch between the trainer's π_old and the rollout policy, measured under every setting."""
+    """Mismatch between the trainer's π_old and the rollout policy."""
     log_weight = trainer_old - batch.rollout_logprobs
     weight = bounded_exp(log_weight)
     return {
         "mismatch/kl": k3(log_weight).sum(),
         "mismatch/abs_difference": log_weight.abs().sum(),
         "mismatch/max_ratio": _maximum(weight),
+        "mismatch/tokens": torch.ones_like(weight).sum(),
         "mismatch/weight": weight.sum(),
         "mismatch/weight_square": weight.square().sum(),
         "mismatch/masked_fraction": (corrected == 0).sum().to(weight.dtype),

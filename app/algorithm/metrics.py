@@ -22,6 +22,7 @@ class Denominator(Enum):
     """Divisor of a raw value at the end of an update."""
 
     tokens = "tokens"
+    compared = "compared"  # tokens whose π_old of the trainer is known: `mismatch/tokens`
     trajectories = "trajectories"
     loss = "loss"  # `loss.common_denominator`
     demonstrated = "demonstrated"  # tokens of demonstrations
@@ -49,12 +50,13 @@ TABLE: Mapping[str, Denominator] = {
     "kl/reference": Denominator.tokens,  # k3 of KL(π ‖ π_ref)
     "teacher/kl": Denominator.tokens,  # log π − log π_teacher, the k1 estimate of KL(π ‖ π_teacher)
     "teacher/clipped_fraction": Denominator.tokens,
-    "mismatch/kl": Denominator.tokens,  # k3 of KL(π_rollout ‖ π_old of the trainer)
-    "mismatch/abs_difference": Denominator.tokens,  # of log-probabilities
+    "mismatch/kl": Denominator.compared,  # k3 of KL(π_rollout ‖ π_old of the trainer)
+    "mismatch/abs_difference": Denominator.compared,  # of log-probabilities
     "mismatch/max_ratio": Denominator.max,
+    "mismatch/tokens": Denominator.intermediate,
     "mismatch/weight": Denominator.intermediate,
     "mismatch/weight_square": Denominator.intermediate,
-    "mismatch/masked_fraction": Denominator.tokens,  # tokens zeroed by the correction
+    "mismatch/masked_fraction": Denominator.compared,  # tokens zeroed by the correction
 }
 
 
@@ -87,14 +89,16 @@ def finalize(
     if tokens:
         counts[Denominator.tokens] = tokens
         counts[Denominator.trajectories] = sequences
+        counts[Denominator.compared] = sums.get("mismatch/tokens", 0.0)
         counts[Denominator.max] = counts[Denominator.min] = 1.0
     elif not demonstrated:
         counts = {}
-    metrics = {name: value / counts[TABLE[name]] if TABLE[name] in counts else 0.0 for name, value in reported.items()}
+    metrics = {
+        name: value / counts[TABLE[name]] if counts.get(TABLE[name]) else 0.0 for name, value in reported.items()
+    }
 
     # (Σw)² / (N · Σw²): 1 if all weights are equal.
-    if tokens and "mismatch/weight" in sums:
-        squares = tokens * sums["mismatch/weight_square"]
+    if squares := counts.get(Denominator.compared, 0.0) * sums.get("mismatch/weight_square", 0.0):
         metrics["mismatch/effective_sample_size"] = sums["mismatch/weight"] ** 2 / squares
     return metrics
 

@@ -48,7 +48,10 @@ def _rules(run: RunConfig) -> dict[str, tuple[bool, str]]:
             algorithm.overlong_buffer_fraction == 0,
             "algorithm.overlong_buffer_fraction is 0",
         ),
-        "algorithm.max_refill_rounds": (not algorithm.dynamic_sampling, "algorithm.dynamic_sampling is false"),
+        "algorithm.max_refill_rounds": (
+            not algorithm.dynamic_sampling and not run.environment.multi_turn,
+            "algorithm.dynamic_sampling is false",
+        ),
         "trainer.lr_min_fraction": (run.trainer.schedule is Schedule.constant, "trainer.schedule is constant"),
         "trainer.beta1 trainer.beta2": (run.trainer.optimizer is Optimizer.sgd, "trainer.optimizer is sgd"),
         "trainer.profile_steps": (unprofiled, "the run has fewer steps"),

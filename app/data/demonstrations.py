@@ -113,6 +113,7 @@ class DemonstrationStream:
         self.demonstrator = demonstrator
         prompts = prompts_of(rows, demonstrator.config, demonstrator.tokenizer)
         self.prompts = [prompt for prompt in prompts if len(prompt.token_ids) <= max_prompt_tokens]
+        self.dropped = len(prompts) - len(self.prompts)
         if not self.prompts:
             path = demonstrator.config.demonstrations
             raise ConfigError("data.demonstrations", path, "shorter prompts, or a larger rollout.max_prompt_tokens")

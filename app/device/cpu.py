@@ -53,7 +53,6 @@ DEVICE = Device(
         "sampling-backend": "pytorch",
         "disable-cuda-graph": True,
         "cuda-graph-max-bs-decode": None,
-        "mem-fraction-static": 0.3,
         # A busy-polling scheduler would take a core from the trainer.
         "sleep-on-idle": True,
         # Nothing overlaps on a CPU, and a prompt would reach the prefix cache a batch late.
@@ -70,6 +69,7 @@ DEVICE = Device(
     lora_backend="torch_native",  # app/rollout/sglang_plugin/lora_layers.py
     fork_server=fork_server if CPU_ENGINE else None,
     prepare_rank=use_matmul_of_engines if CPU_ENGINE else None,
+    engine_fraction=0.3,
     max_kv_tokens=65536,
     request_bounds=(64, 256),
     shares_memory=False,

@@ -203,6 +203,9 @@ def demonstrations(run: RunInputs) -> Iterator[Finding]:
         prompts = run.prompts.train.prompts
     elif config.data.demonstrations is not None:
         prompts = run.demonstrations.prompts
+        if dropped := run.demonstrations.dropped:
+            warning = f"{dropped} demonstrations are dropped: prompts longer than rollout.max_prompt_tokens"
+            yield Finding("demonstrations", warning, CheckStatus.warn, WARNED)
     else:
         return
 

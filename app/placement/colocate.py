@@ -39,8 +39,7 @@ class Colocate(PlacementController):
         async with self.phase("sync"):
             sync = await self.context.time_sharing.give_to_engines(lambda: self.sync(step))
 
-        seconds = {"step": sum(self.seconds.values()), **self.seconds}
-        await self.commit(step, scored, counts, report, sync, seconds)
+        await self.commit(step, scored, counts, report, sync, self._step_seconds())
 
     async def _generate(self) -> tuple[list[Group], RolloutCounts]:
         """Sample `prompts_per_step` groups, in the order of their prompts.

@@ -85,6 +85,10 @@ class PlacementController(ABC):
             self.current_phase = outer
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
 
+    def _step_seconds(self) -> dict[str, float]:
+        """Return the seconds of the current step's phases so far, and as `step` their sum."""
+        return {"step": sum(self.seconds.values()), **self.seconds}
+
     # --- within a step
 
     def score(self, group: Group) -> ScoredGroup:
@@ -115,9 +119,8 @@ class PlacementController(ABC):
         if (demonstrations := self.context.demonstrations) is not None:
             await self.context.trainer.add_demonstrations(demonstrations.of_step(step))
 
-        sync = SyncReport(step, 0, 0, {})  # none
         return await self.finish_open_step(
-            step, lambda report, seconds: self.commit(step, scored, counts(), report, sync, seconds)
+            step, lambda report, took: self.commit(step, scored, counts(), report, SyncReport(step, 0, 0, {}), took)
         )
 
     async def finish_open_step(self, step: int, commit: Commit) -> StepReport:
@@ -143,8 +146,7 @@ class PlacementController(ABC):
             raise TrainerError("the next update had already changed the parameters")
 
         _, commit, report = self._unsynced
-        step_s = sum(self.seconds.get(phase, 0.0) for phase in ("generate", "train", "sync"))
-        await commit(await report, {"step": step_s, **self.seconds})
+        await commit(await report, self._step_seconds())
 
     async def sync(self, version: int) -> SyncReport:
         """Sync the weights and add the sync's phases, which are consecutive, to the timeline."""
@@ -248,10 +250,9 @@ class PlacementController(ABC):
     def _checkpoint_is_due(self) -> bool:
         """Whether this is the last step, a multiple of `checkpoint.every`, or the best one so far."""
         checkpoint = self.config.checkpoint
-        if not checkpoint.keep:
-            return False
         periodic = checkpoint.every > 0 and self.version % checkpoint.every == 0
-        return self.finished or periodic or self.context.checkpoints.is_best(self._accuracy_now)
+        due = self.finished or periodic or self.context.checkpoints.is_best(self._accuracy_now)
+        return checkpoint.keep > 0 and due
 
     @property
     def _accuracy_now(self) -> float | None:
@@ -261,8 +262,7 @@ class PlacementController(ABC):
     async def save(self) -> None:
         """Save a checkpoint of the last committed step. Training waits until the state is captured."""
         context = self.context
-        data = data_state(context)
-        accuracy = self._accuracy_now
+        data, accuracy = data_state(context), self._accuracy_now
         state = RunState(self.version, self.version, data, context.model, accuracy, self.evaluation_due)
         with context.recorder.timeline.span("driver", "checkpoint", step=self.version):
             await self._flush_records()

@@ -38,6 +38,7 @@ class FullyAsync(PlacementController):
     def __init__(self, context: RunContext, version: int = 0, *, evaluation_due: bool = False):
         super().__init__(context, version, evaluation_due=evaluation_due)
         self.producer = Producer(context, version)
+        self._busy_before = 0.0  # seconds in which engines had requests, before the current step
 
     async def _run(self) -> None:
         await self.sync(self.version)
@@ -62,7 +63,7 @@ class FullyAsync(PlacementController):
 
     async def _step(self, step: int) -> None:
         self.seconds = {}
-        busy_before = self.context.pool.busy_seconds()
+        self._busy_before = self.context.pool.busy_seconds()
 
         async with self.phase("train"):
             scored, report = await self._train(step)
@@ -73,7 +74,7 @@ class FullyAsync(PlacementController):
             sync = await self.sync(step)
 
         self.producer.on_weights_synced(step, [each.group for each in scored])
-        seconds = self._seconds(self.context.pool.busy_seconds() - busy_before)
+        seconds = self._step_seconds()
         idle = {
             "idle/trainer": (seconds["wait"] + seconds["sync"]) / seconds["step"],
             "idle/rollout": 1 - seconds["generate"] / seconds["step"],
@@ -116,9 +117,10 @@ class FullyAsync(PlacementController):
                 await trainer.old_logprobs(scored)
         await trainer.add_groups(scored)
 
-    def _seconds(self, generate: float) -> dict[str, float]:
+    def _step_seconds(self) -> dict[str, float]:
         """Return the seconds of the step. `wait` is the time within the train phase without groups to train on."""
-        train, sync, wait = self.seconds["train"], self.seconds["sync"], self.seconds.get("wait", 0.0)
+        train, sync, wait = (self.seconds.get(phase, 0.0) for phase in ("train", "sync", "wait"))
+        generate = self.context.pool.busy_seconds() - self._busy_before
         return {"step": train + sync, "generate": generate, "wait": wait, "train": train - wait, "sync": sync}
 
     def situation(self) -> str:

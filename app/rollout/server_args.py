@@ -92,7 +92,7 @@ def memory_fraction(config: RunConfig, device: Device) -> float:
     """Return the engines' share of a device's memory: `rollout.memory_fraction` with null resolved."""
     if config.rollout.memory_fraction is not None:
         return config.rollout.memory_fraction
-    return SHARED_FRACTION if config.shared_devices else device.engine_fraction
+    return SHARED_FRACTION if config.shared_devices and device.shares_memory else device.engine_fraction
 
 
 def engine_seed(seed: int, index: int, restarts: int) -> int:

@@ -307,6 +307,7 @@ class TrainStep:
             weight_mask=micro.weight_mask,
             teacher_logprobs=micro.teacher_logprobs,
             teacher=self.settings.teacher,
+            first_update=not self._results,
         )
         with self._timer.phase("backward"):
             loss_sums = policy_loss(batch, algorithm, self.settings.correction)

@@ -127,8 +127,10 @@ def test_each_metric_is_divided_by_its_own_denominator() -> None:
         "ratio/sequence_mean": 6.0,
         "ratio/max": 6.0,
         "ratio/min": 0.5,
+        "mismatch/kl": 6.0,
+        "mismatch/tokens": 6.0,
         "mismatch/weight": 6.0,
-        "mismatch/weight_square": 4.0,
+        "mismatch/weight_square": 8.0,
     }
     assert finalize(sums, tokens=12, sequences=3, loss=2) == {
         "loss/policy": 3.0,
@@ -136,6 +138,7 @@ def test_each_metric_is_divided_by_its_own_denominator() -> None:
         "ratio/sequence_mean": 2.0,
         "ratio/max": 6.0,
         "ratio/min": 0.5,
+        "mismatch/kl": 1.0,
         "mismatch/effective_sample_size": 0.75,
     }
 

@@ -82,6 +82,7 @@ def test_a_setting_without_effect_is_named(overrides: list[str], named: str) -> 
         ["eval.temperature=1", "eval.top_p=0.9", "eval.top_k=20", "eval.min_p=0.1"],
         ["data.thinking=true", "data.template=chat"],
         ["environment=calculator", "model=tiny_tools", "data=products", "environment.max_turns=3"],
+        ["environment=calculator", "model=tiny_tools", "data=products", "algorithm.max_refill_rounds=3"],
         ["environment=single_turn"],
         ["model=tiny_lora", "model.lora.alpha=16"],
         ["placement.devices=1"],

@@ -199,6 +199,7 @@ def test_an_engine_captures_graphs_for_all_requests_that_it_runs(name: str) -> N
         ("cuda8_fully_async_4b", 0.75),
         ("npu4_colocate_4b", 0.7),
         ("npu4_fully_async_4b", 0.7),
+        ("cpu1_smollm2", 0.3),
     ],
 )
 def test_an_engine_takes_more_of_a_gpu_of_its_own(name: str, fraction: float) -> None:

@@ -166,6 +166,17 @@ def test_the_stream_depends_on_the_step_alone(tiny_model: Path, jsonl: Callable[
     assert epochs[:7] != epochs[7:14]
 
 
+def test_the_stream_drops_and_counts_demonstrations_with_a_long_prompt(
+    tiny_model: Path, jsonl: Callable[..., str]
+) -> None:
+    path = jsonl({"question": "1+1=", "answer": "2"}, {"question": "100+100=", "answer": "200"})
+    config = DataConfig(name="mine", demonstrations=path)
+    of = demonstrator(load_tokenizer(tiny_model), tiny_model, config)
+    stream = DemonstrationStream(of, rows.demonstrations(config), per_step=1, seed=4, max_prompt_tokens=5)
+    assert stream.dropped == 1
+    assert [prompt.question for prompt in stream.prompts] == ["1+1="]
+
+
 @pytest.mark.parametrize(
     ("row", "key"),
     [

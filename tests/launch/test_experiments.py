@@ -89,12 +89,13 @@ def test_kubernetes_reserves_the_devices_of_an_experiment(name: str) -> None:
 def test_kubernetes_takes_the_nodes_that_a_run_needs() -> None:
     words = ["experiment=npu8_fully_async_9b", "placement.rollout_devices=12", "model.path=/storage/Qwen3.5-9B"]
     given = {"RESOURCE": "huawei.com/ascend-1980", "CPUS": "32", "MEMORY": "256Gi"}
-    options = ["--image", "registry/image:1", "--claim", "disk", "--secret", "keys"]
+    image = "registry/hydra-posttrain-npu:1"  # which has the default name of the run in it
+    options = ["--name", "mine", "--image", image, "--claim", "disk", "--secret", "keys"]
     job = yaml.safe_load(bash("launch/kubernetes.sh", "--dry-run", *options, *words, **given).stdout)
     cluster = job["spec"]["rayClusterSpec"]
     for group in [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]:
         pod = group["template"]["spec"]
-        assert pod["containers"][0]["image"] == "registry/image:1"
+        assert pod["containers"][0]["image"] == image
         assert pod["containers"][0]["resources"]["limits"] == {
             "cpu": "32",
             "memory": "256Gi",
@@ -104,6 +105,7 @@ def test_kubernetes_takes_the_nodes_that_a_run_needs() -> None:
         assert pod["volumes"][0]["persistentVolumeClaim"] == {"claimName": "disk"}
     assert [cluster["workerGroupSpecs"][0][key] for key in ("replicas", "minReplicas")] == [1, 1]
     assert "model.path=/storage/Qwen3.5-9B" in job["spec"]["entrypoint"].split()
+    assert job["metadata"]["name"] == "mine"
 
 
 @pytest.mark.parametrize(

@@ -249,7 +249,7 @@ def test_docker_mounts_what_settings_and_options_name(tmp_path: Path) -> None:
     words = ["--code", "code", "--mount", "store", "cuda", *settings]
     (command,) = dry_run("docker.sh", *words, cwd=tmp_path, HOME=str(tmp_path))
     assert command[-4:] == settings
-    assert f"PYTHONPATH={tmp_path}/code" in after("-e", command)
+    assert {f"PYTHONPATH={tmp_path}/code", f"POSTTRAIN_OUTPUTS={tmp_path}/store/run"} <= {*after("-e", command)}
     assert {
         f"{tmp_path}/code:{tmp_path}/code:ro",
         f"{tmp_path}/store:{tmp_path}/store",

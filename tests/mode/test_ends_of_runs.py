@@ -20,6 +20,10 @@ from app.placement import watchdog
 from app.types import MemoryUse, StepReport
 from tests.simulation import SimEngine, SimTrainer, World, config, run_virtual, without_threads
 
+PHASES = {  # of which `time/step` is the sum
+    PlacementKind.colocate: ("generate", "train", "sync"),
+    PlacementKind.fully_async: ("wait", "train", "sync"),
+}
 BOTH = pytest.mark.parametrize("kind", list(CONTROLLERS))
 Prepare = Callable[[World, pytest.MonkeyPatch], None]
 
@@ -238,6 +242,9 @@ def test_an_interrupt_at_any_moment_saves_all_that_was_trained(
         assert [line["step"] for line in world.recorder.lines] == list(range(1, done + 1)), tenth
         trained = [ids for _, ids, _ in world.recorder.ledger]
         assert trained == [[group.prompt.id for group in groups] for _, groups in world.trainer.trained]
+        for line in world.recorder.lines:  # the last one may be of a step that was not synced
+            assert line["time/step"] == pytest.approx(sum(line.get(f"time/{phase}", 0.0) for phase in PHASES[kind]))
+            assert "time/finish" not in line
     assert min(updates) == 0
     assert max(updates) >= 3
 

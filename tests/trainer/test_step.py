@@ -70,6 +70,19 @@ def test_every_metric_has_its_own_denominator(path: Path, groups: list[ScoredGro
     assert metrics["trainer/padding_fraction"] == 0.0  # one rank has no dummies
 
 
+def test_against_the_rollout_policy_the_mismatch_is_that_of_the_first_update(
+    path: Path, groups: list[ScoredGroup]
+) -> None:
+    """There is no pass for the trainer's π_old then, and later updates have moved the policy."""
+    moving = replace(DAPO, updates_per_step=2)
+    both = play(path, Scenario(moving, groups)).metrics
+    first = play(path, Scenario(DAPO, groups[:4])).metrics
+    names = [name for name in first if name.startswith("mismatch/")]
+    assert len(names) == 5
+    assert {name: both[name] for name in names} == pytest.approx({name: first[name] for name in names}, rel=1e-5)
+    assert both["kl/old"] > 2 * first["kl/old"]  # the second half, against the same rollout policy
+
+
 @pytest.mark.parametrize(("pieces", "budget"), [(1, 1), (2, 100_000), (7, 40)])
 def test_pieces_and_budget_do_not_change_the_step(
     pieces: int, budget: int, path: Path, groups: list[ScoredGroup]

@@ -44,7 +44,7 @@ class Supervised(PlacementController):
         prompts = self.context.cursor.take(self.config.algorithm.prompts_per_step)
         async with self.phase("train"):
             report = await self._train(step, prompts)
-        await self._commit(step, prompts, report, {"step": self.seconds["train"], **self.seconds})
+        await self._commit(step, prompts, report, self._step_seconds())
 
     async def _train(self, step: int, prompts: Sequence[Prompt]) -> StepReport:
         """Train one step; if it fails and the ranks can continue, retry it on the same rows."""

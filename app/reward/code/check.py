@@ -31,14 +31,15 @@ def describe_tests(rows: Sequence[tuple[str, Mapping[str, Any], str]]) -> str:
     """Return the forms of the tests of rows, each a place, its columns and its answer.
 
     Raises:
-        ConfigError: One of the first rows has none that can be read.
+        ConfigError: One of at most 500 rows, spread over all of them, has none that can be read.
     """
     forms: Counter[str] = Counter()
-    for place, columns, answer in rows[:MAX_ROWS]:
+    checked = rows[:: -(-len(rows) // MAX_ROWS) or 1]
+    for place, columns, answer in checked:
         try:
             tests = read_tests(columns, answer)
         except NoTests as error:
             raise ConfigError("reward", "code", ACCEPTED, f"{place}: {error}") from error
         forms[tests.name] += 1
     counted = ", ".join(f"{name} in {count:,} rows" for name, count in forms.items())
-    return f"{counted}{f', of the first {MAX_ROWS}' if len(rows) > MAX_ROWS else ''}"
+    return f"{counted}{f' of {len(rows):,}, {len(checked):,} of them read' if len(checked) < len(rows) else ''}"
