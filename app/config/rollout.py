@@ -51,7 +51,7 @@ class RolloutConfig:
     memory_fraction: float | None = setting(
         None,
         "Share of a device's memory for the engine's weights and KV cache; null is 0.7 on devices shared with the "
-        "trainer and on NPUs, and 0.75 on GPUs of its own.",
+        "trainer and on NPUs, 0.75 on GPUs of its own, and 0.3 on a CPU.",
         above=0,
         below=1,
     )

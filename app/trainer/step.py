@@ -286,7 +286,6 @@ class TrainStep:
 
     def _forward_backward(self, micro: MicroBatch) -> LossSums:
         algorithm = self.settings.algorithm
-
         with self._timer.phase("forward"):
             reference_logprobs = None
             if self.reference is not None:
