@@ -71,7 +71,10 @@ for setting in "$@"; do
     hydra.run.dir=* | hydra.sweep.dir=* | resume=*/*)
       case $path in /*) ;; *) path=/workspace/$path ;; esac
       outlives "$path" || fail "$setting would end with the container: give a folder of outputs/, or --mount one"
-      options+=(-e "POSTTRAIN_OUTPUTS=${path%%/checkpoints/*}") # what the health check looks at
+      # What the health check looks at. An evaluation of a run (mode=eval resume=...) has a folder of its own in outputs/.
+      if [[ $path/ != /workspace/outputs/* && $path != *'$'* && ($setting != resume=* || "$*" != *mode=*) ]]; then
+        options+=(-e "POSTTRAIN_OUTPUTS=${path%%/checkpoints/*}")
+      fi
       ;;
     *path=/models/* | *path=/workspace/*) ;;
     *path=/*)

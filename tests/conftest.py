@@ -180,6 +180,7 @@ def server_spec(
         key=secrets.token_urlsafe(16),
         flags={
             **DEVICE.engine_flags,
+            "mem-fraction-static": DEVICE.engine_fraction,
             "dtype": "float32",
             "skip-tokenizer-init": True,
             "random-seed": seed,

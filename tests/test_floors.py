@@ -30,7 +30,7 @@ LARGER_CLASSES = {  # ceilings of those that are still larger
     "app.checkpoint.manager.CheckpointManager": 269,
     "app.placement.controller.PlacementController": 266,
     "app.tracking.recorder.RunFolderRecorder": 263,
-    "app.trainer.rank.TrainerRank": 283,
+    "app.trainer.rank.TrainerRank": 286,
     "app.trainer.step.TrainStep": 292,
 }
 

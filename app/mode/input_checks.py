@@ -291,10 +291,11 @@ def code(run: RunInputs) -> Iterator[Finding]:
     yield Finding("sandbox", description, CheckStatus.warn if weak else CheckStatus.ok, WARNED if weak else "")
     if "data" not in run.missing:
         trained = [] if run.config.mode is Mode.eval else run.rows.train
-        every = [*trained, *(row for each in run.rows.evals.values() for row in each)]
-        yield Finding(
-            "tests", describe_tests([(f"{each.source}/{each.index}", each.columns, each.answer) for each in every])
-        )
+        sets = [
+            [(f"{row.source}/{row.index}", row.columns, row.answer) for row in rows]
+            for rows in (trained, *run.rows.evals.values())
+        ]
+        yield Finding("tests", describe_tests(sets))
 
 
 def reward(run: RunInputs) -> Iterator[Finding]:

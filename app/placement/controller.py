@@ -144,9 +144,9 @@ class PlacementController(ABC):
         """
         if self._unsynced is None or version != self._unsynced[0]:
             raise TrainerError("the next update had already changed the parameters")
-
         _, commit, report = self._unsynced
-        await commit(await report, self._step_seconds())
+        seconds = self._step_seconds()  # without the wait for the report
+        await commit(await report, seconds)
 
     async def sync(self, version: int) -> SyncReport:
         """Sync the weights and add the sync's phases, which are consecutive, to the timeline."""

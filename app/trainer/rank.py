@@ -35,15 +35,15 @@ from app.errors import TrainerError
 from app.trainer.profile import FOLDER, StepProfiler
 from app.types import MemoryUse, ScoredGroup, StepReport, TokenSequence, TrainerMemory
 from app.utils.net import listen
-from app.utils.process import log_to, memory_use
+from app.utils.process import log_to, memory_use, trim_heap
 
 if TYPE_CHECKING:
     from app.model.policy import PolicyModel
     from app.trainer.step import StepSettings
 
 log = logging.getLogger(__name__)
-# Ray's concurrency groups: calls that run in their own thread, concurrently with the step.
 OFFLOAD = "offload"  # the extension that moves memory regions, see app/offload/
+# Ray's concurrency groups: calls that run in their own thread, concurrently with the step.
 CONCURRENCY_GROUPS = {"status": 1, "checkpoint": 1, "interrupt": 1}
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -111,6 +111,7 @@ class TrainerRank:
         self.offloaded: set[TrainerMemory] = set()
         self.profiler = StepProfiler(spec.profile_steps, spec.logs.parent / FOLDER, rank)
         self._rendezvous: socket.socket | None = None  # of rank 0
+        self._port = 0  # of it, also once the store has taken the socket
 
     # --- setup
 
@@ -121,7 +122,8 @@ class TrainerRank:
             return address, 0
         if self._rendezvous is None:
             self._rendezvous = listen(address)
-        return address, self._rendezvous.getsockname()[1]
+            self._port = self._rendezvous.getsockname()[1]
+        return address, self._port
 
     def setup(self, address: str, port: int) -> None:
         """Join the process group, load the model and make the step. A collective.
@@ -249,6 +251,7 @@ class TrainerRank:
         """Open a step. Ranks collect garbage here, since automatic GC is off."""
         self.require_onloaded("begin_step", *TrainerMemory)
         gc.collect()
+        trim_heap()
         self.step.begin(version)
         self.profiler.begin(version)
 

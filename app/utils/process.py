@@ -1,5 +1,6 @@
 """Helpers for our own processes: log redirection, commands, memory use, the names of shared memory."""
 
+import ctypes
 import logging
 import os
 import sys
@@ -81,6 +82,12 @@ def memory_use(pids: Sequence[int]) -> MemoryUse:
 
     machine_used = psutil.virtual_memory().percent / 100
     return MemoryUse(resident, max(machine_used, _container_used(CGROUP)))
+
+
+def trim_heap() -> None:
+    """Return the heap's free pages to the system: glibc keeps them, between tensors of other sizes, and grows on."""
+    with suppress(OSError, AttributeError):  # another libc
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _container_used(cgroup: Path) -> float:

@@ -45,6 +45,7 @@ def spec_of(model: Path, folder: Path, name: str, fork: Fork | None) -> ServerSp
         key="bench",
         flags={
             **DEVICE.engine_flags,
+            "mem-fraction-static": DEVICE.engine_fraction,
             "dtype": "float32",
             "skip-tokenizer-init": True,
             "max-total-tokens": DEVICE.max_kv_tokens,

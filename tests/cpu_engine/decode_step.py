@@ -83,6 +83,7 @@ def load(model: str, dtype: str) -> Any:
 
     flags = {
         **DEVICE.engine_flags,
+        "mem-fraction-static": DEVICE.engine_fraction,
         "model-path": model,
         "dtype": dtype,
         "max-total-tokens": 4096,

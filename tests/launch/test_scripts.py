@@ -260,6 +260,26 @@ def test_docker_mounts_what_settings_and_options_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("settings", "watched"),
+    [
+        (["resume={store}/run/checkpoints/step_5"], "{store}/run"),
+        (["mode=eval", "resume={store}/run"], None),  # whose folder is in outputs/
+        (["hydra.run.dir=outputs/mine"], None),
+        (["hydra.run.dir={store}/${{now:%H}}"], None),
+    ],
+)
+def test_the_health_check_watches_the_folder_that_a_run_writes(
+    settings: list[str], watched: str | None, tmp_path: Path
+) -> None:
+    (tmp_path / "store").mkdir()
+    store = tmp_path / "store"
+    given = [each.format(store=store) for each in settings]
+    (command,) = dry_run("docker.sh", "--mount", "store", "cuda", *given, cwd=tmp_path, HOME=str(tmp_path))
+    named = {each for each in after("-e", command) if each.startswith("POSTTRAIN_OUTPUTS=")}
+    assert named == ({f"POSTTRAIN_OUTPUTS={watched.format(store=store)}"} if watched else set())
+
+
+@pytest.mark.parametrize(
     ("words", "named"),
     [
         (["cuda", "data.path=/nowhere/rows.jsonl"], "/nowhere/rows.jsonl"),

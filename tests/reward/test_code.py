@@ -183,12 +183,12 @@ def test_the_columns_tell_the_form_and_what_cannot_be_read_is_refused() -> None:
         with pytest.raises(NoTests, match=re.escape(why)):
             read_tests(row)
     with refused("reward", "code", "mine/7"):
-        describe_tests([("mine/7", {"question": "?"}, "")])
-    assert describe_tests([("mine/7", MBPP, "")] * 3) == "asserts in 3 rows"
+        describe_tests([[("mine/7", {"question": "?"}, "")]])
+    assert describe_tests([[("mine/7", MBPP, "")] * 3]) == "asserts in 3 rows"
     many = [(f"mine/{number}", MBPP, "") for number in range(700)]
-    assert describe_tests(many) == "asserts in 350 rows of 700, 350 of them read"
-    with refused("reward", "code", "mine/698"):  # one of the last set
-        describe_tests([*many[:698], ("mine/698", {"question": "?"}, ""), many[699]])
+    assert describe_tests([many, many[:2]]).startswith("asserts in 502 rows")
+    with refused("reward", "code", "test/0"):  # of an evaluation set
+        describe_tests([many, [("test/0", {"question": "?"}, "")]])
 
 
 @pytest.mark.parametrize(

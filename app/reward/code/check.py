@@ -9,7 +9,7 @@ from app.errors import ConfigError
 from app.reward.code.row_tests import ACCEPTED, NoTests, read_tests
 from app.reward.code.sandbox import NAMESPACES, PROCESS, SandboxError, available, sandbox_of
 
-MAX_ROWS = 500  # of all sets: compressed tests take milliseconds to read
+MAX_ROWS = 500  # of a set: compressed tests take milliseconds to read
 
 
 def require_sandbox(args: CodeArgs) -> tuple[str, bool]:
@@ -27,19 +27,19 @@ def require_sandbox(args: CodeArgs) -> tuple[str, bool]:
     return f"programs of completions run in {description}", args.sandbox == "auto" and description.startswith(PROCESS)
 
 
-def describe_tests(rows: Sequence[tuple[str, Mapping[str, Any], str]]) -> str:
-    """Return the forms of the tests of rows, each a place, its columns and its answer.
+def describe_tests(sets: Sequence[Sequence[tuple[str, Mapping[str, Any], str]]]) -> str:
+    """Return the forms of the tests of the rows of each set, each a place, its columns and its answer.
 
     Raises:
-        ConfigError: One of at most 500 rows, spread over all of them, has none that can be read.
+        ConfigError: One of the first rows of a set has none that can be read.
     """
     forms: Counter[str] = Counter()
-    checked = rows[:: -(-len(rows) // MAX_ROWS) or 1]
-    for place, columns, answer in checked:
+    for place, columns, answer in (row for rows in sets for row in rows[:MAX_ROWS]):
         try:
             tests = read_tests(columns, answer)
         except NoTests as error:
             raise ConfigError("reward", "code", ACCEPTED, f"{place}: {error}") from error
         forms[tests.name] += 1
     counted = ", ".join(f"{name} in {count:,} rows" for name, count in forms.items())
-    return f"{counted}{f' of {len(rows):,}, {len(checked):,} of them read' if len(checked) < len(rows) else ''}"
+    unread = any(len(rows) > MAX_ROWS for rows in sets)
+    return f"{counted}{f', of the first {MAX_ROWS} of each set' if unread else ''}"
