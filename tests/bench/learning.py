@@ -59,7 +59,7 @@ GSM8K: dict[str, str] = {
     "'data.suffix=\" Reason briefly, in two or three short sentences, and put the final number in \\boxed{}.\"' "
     "algorithm.prompts_per_step=4 algorithm.group_size=8 rollout.temperature=0.7 rollout.max_prompt_tokens=256 "
     "rollout.max_completion_tokens=256 trainer.tokens_per_microbatch=2048 trainer.activation_checkpointing=none "
-    "steps=60 eval.every=20"
+    "steps=20 eval.every=20"
 }
 # Where an objective acts: on data that several updates, or several syncs, have left behind.
 THREE_UPDATES = "algorithm.prompts_per_step=15 algorithm.updates_per_step=3"
