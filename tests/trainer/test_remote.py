@@ -114,7 +114,7 @@ async def test_two_ranks_save_restore_and_end_a_call_that_one_of_them_failed(
         await fail(trainer, groups)
     assert time.monotonic() - started < TOO_LONG_S
     assert trainer.broken  # the other rank is stuck in a collective
-    with pytest.raises(TrainerError, match=r"abort_step: .*rank \d"):
+    with pytest.raises(TrainerError, match=r"rank \d"):
         await trainer.abort_step()
 
 
