@@ -372,7 +372,7 @@ class PassMemory:
     """Frees memory between the passes of a step.
 
     Automatic GC is off, and a cycle may hold tensors: all ranks collect before the same pass. On a CPU the heap keeps
-    free pages between tensors of other sizes and grows with each pass: they are returned now and then.
+    free pages between tensors of other sizes and grows with each pass: they are returned every `TRIM_INTERVAL_S`.
     """
 
     def __init__(self, device: torch.device):
@@ -381,7 +381,7 @@ class PassMemory:
         self._trimmed_s = time.monotonic()
 
     def free(self) -> None:
-        """Called before each pass."""
+        """Free what is due, before a pass."""
         self._passes += 1
         if self._passes % COLLECT_PASSES == 0:
             gc.collect(0)
