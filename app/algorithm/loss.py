@@ -72,11 +72,9 @@ def denominators(
     """Return the divisor of each component in an update, from global counts of its unmasked batch.
 
     Args:
-        config: Settings of `algorithm=`.
         tokens: Sampled tokens.
         sequences: Trajectories.
         demonstrated: Tokens of demonstrations.
-        max_completion_tokens: Length limit of a completion.
     """
     match config.aggregation:
         case Aggregation.token_mean:
@@ -110,8 +108,6 @@ def policy_loss(batch: TokenBatch, config: AlgorithmConfig, correction: Correcti
     """Compute the components rl and ref_kl and the metrics of a microbatch as raw sums.
 
     Args:
-        batch: The tokens of whole sequences.
-        config: Settings of `algorithm=`.
         correction: The resolved correction, never `auto`.
 
     Raises:

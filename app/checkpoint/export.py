@@ -62,10 +62,6 @@ async def export_trained(
     export. If the export fails, `final/` stays, and `mode=export resume=<folder>/final` retries.
 
     Args:
-        trainer: Holds the parameters.
-        config: Of the run.
-        folder: Of the run.
-        step: The last one.
         chat_template: Text of `model.chat_template`, as the run began with it.
 
     Returns:
@@ -157,9 +153,7 @@ def model_card(run: Path, source: Path, step: int, *, adapter: bool = False) -> 
     """Return the card of the model after `step`, as far as the run's folder says how it was trained.
 
     Args:
-        run: Folder of the run.
         source: Directory of the base model.
-        step: The exported one.
         adapter: The card is of the adapter alone.
     """
     from huggingface_hub import ModelCardData

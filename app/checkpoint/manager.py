@@ -76,7 +76,6 @@ class CheckpointManager:
         await checkpoints.wait()                                         # step_10 is committed
 
     Args:
-        folder: The run's folder.
         keep: Newest checkpoints that are kept. While one is written there is one more.
         keep_best: Also keep the one with the highest accuracy.
         timeout_s: Deadline of a write, in seconds.
@@ -100,7 +99,6 @@ class CheckpointManager:
         """Remove unfinished checkpoints, and check that the folder is writable and has enough space.
 
         Args:
-            checkpoint_bytes: Bytes of one checkpoint.
             resume_point: Where the run continues. Later checkpoints will be set aside and make no room for new ones.
 
         Raises:

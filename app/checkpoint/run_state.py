@@ -44,8 +44,6 @@ def write_state(folder: Path, state: RunState, checksums: Mapping[str, int]) -> 
     """Write state.json beside the files of a checkpoint, and flush it to disk.
 
     Args:
-        folder: The checkpoint.
-        state: The driver's share.
         checksums: CRC-32 of every other file, by name.
     """
     stored = {name: _StoredFile((folder / name).stat().st_size, crc32) for name, crc32 in sorted(checksums.items())}
@@ -95,7 +93,6 @@ def require_model(state: RunState, model: Mapping[str, Any], path: Path) -> None
     """Raise `CheckpointError` unless the checkpoint at `path` is of this model.
 
     Args:
-        state: The checkpoint's.
         model: `identity` of this model. The location of its source is not compared.
         path: For the message.
     """

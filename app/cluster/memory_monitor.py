@@ -29,8 +29,6 @@ class MemoryMonitor:
     In each step: `record_peaks(phase)` after each phase, then `sample` for the metrics, then `check`.
 
     Args:
-        trainer: The trainer ranks.
-        pool: The engines.
         warn: Receives one sentence when something cannot be measured, once.
     """
 

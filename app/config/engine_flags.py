@@ -45,7 +45,6 @@ def check_engine_flags(key: str, flags: Mapping[str, Any], device: DeviceKind, *
     Args:
         key: The setting: "rollout.engine_args".
         flags: Its entries. None and False leave a flag out.
-        device: Of the engines.
         scores: Whether they only score given tokens, with weights of their own.
     """
     refused = REFUSED_TO_SCORE if scores else REFUSED | (REFUSED_ON_CPU if device is DeviceKind.cpu else {})

@@ -118,7 +118,6 @@ def check_bounds(section: Any, prefix: str = "") -> None:
     """Raise `ConfigError` for the first setting outside of its bounds, nested sections included.
 
     Args:
-        section: An instance of a section's dataclass.
         prefix: Prepended to the names of the fields in messages: "trainer.".
     """
     for each in fields(section):

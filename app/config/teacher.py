@@ -86,14 +86,7 @@ class TeacherConfig:
     def validate(
         self, *, temperature: float, sources: Collection[str], policy: ModelConfig, device: DeviceKind
     ) -> None:
-        """Raise `ConfigError` for settings that no teacher can score with.
-
-        Args:
-            temperature: Of the rollouts.
-            sources: Names of the training sets.
-            policy: The model that is trained.
-            device: Of the run.
-        """
+        """Raise `ConfigError` for settings that no teacher can score with."""
         first, *others = self.given_by or [""]
         for key in others:
             expect(False, key, self.given_by[key], f"null with {first}")

@@ -97,8 +97,6 @@ class BatchedAttention(TorchNativeAttnBackend):
             q: [B, H·D].
             k: [B, K, D].
             v: [B, K, D].
-            layer: SGLang's attention layer.
-            forward_batch: SGLang's batch.
             save_kv_cache: False falls back to torch_native.
 
         Returns:

@@ -81,11 +81,9 @@ def decoder_layer(
     """Run one layer.
 
     Args:
-        layer: SGLang's layer.
         hidden: [T, hidden], the output of the layer before, or the embeddings.
         residual: [T, hidden], to which `hidden` is added; None before the first layer.
         turn: What `cos_and_sin` returned.
-        forward_batch: SGLang's batch.
 
     Returns:
         The layer's output and the residual to which it is added.

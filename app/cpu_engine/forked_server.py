@@ -33,7 +33,6 @@ def fork_server(environment: Mapping[str, str], log: Path) -> Iterator[Fork]:
 
     Args:
         environment: Variables that SGLang reads when it is imported.
-        log: Its output.
     """
     if shared := os.environ.get(SOCKET_VARIABLE):
         yield partial(fork, Path(shared))
@@ -98,10 +97,7 @@ def fork(path: Path, arguments: Sequence[str], environment: Mapping[str, str], l
     """Get a server from the fork server at `path`. Blocks until SGLang is imported there.
 
     Args:
-        path: The socket.
-        arguments: The launcher's.
         environment: All of its environment.
-        log: Descriptor of its output.
 
     Raises:
         OSError: There is no fork server at `path` or it is another container's, it ended, or it did not answer within

@@ -128,7 +128,6 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scale: float) 
         keys: [B or more, K·D, L or more] float32.
         values: [B or more, K, L or more, V] float32.
         bias: [B, 1, L] float32, added to the scores.
-        scale: Of the scores.
 
     Returns:
         [B, H·V] of q's dtype.

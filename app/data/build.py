@@ -28,8 +28,6 @@ def encode(members: Sequence[Row], config: DataConfig, tokenizer: Any) -> list[n
 
     Args:
         members: Rows, without prefix and suffix.
-        config: Settings of `data=`.
-        tokenizer: Any Hugging Face tokenizer.
 
     Raises:
         ConfigError: If the chat template is missing or rejects the messages.
@@ -89,10 +87,8 @@ def render(
     Args:
         messages: The conversation, or its beginning.
         columns: Those of the row; `data.tools` names one.
-        config: Settings of `data=`.
         tokenizer: Any Hugging Face tokenizer with a chat template.
         reply: Open the policy's reply, where it begins to sample.
-        name: The row, for errors.
 
     Raises:
         ConfigError: If the template rejects the messages, or the row has no tools.
@@ -147,9 +143,6 @@ def build(
     """Load, template and tokenize all rows.
 
     Args:
-        config: Settings of `data=`.
-        tokenizer: Any Hugging Face tokenizer.
-        seed: Seed of the shuffling.
         max_prompt_tokens: Longest accepted prompt, template included.
         loaded: The rows, if they are loaded already.
 

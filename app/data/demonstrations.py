@@ -33,8 +33,6 @@ class Demonstrator:
     """Turns prompts with a reply into sequences.
 
     Args:
-        config: Settings of `data=`.
-        tokenizer: Any Hugging Face tokenizer.
         stop_ids: Tokens that end a completion.
         max_tokens: Longer sequences are cut.
     """

@@ -53,8 +53,6 @@ class FieldMap:
         """Map a record to a row.
 
         Args:
-            record: The columns of one row.
-            source: Name of the data set.
             index: Index among the records, from 0.
             place: Row and file named in errors: "row 3 of rows.jsonl".
 

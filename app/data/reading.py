@@ -65,9 +65,6 @@ def read_rows(
     """Read the rows of one set.
 
     Args:
-        records: The raw records.
-        fields: Where question and answer are.
-        source: Name of the set.
         setting: Key and value named in errors about all rows: "data.path", "rows.jsonl".
         distinct: Keep only the first of rows with the same question and answer.
         broken: Counts the rows that are skipped.

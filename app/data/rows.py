@@ -51,7 +51,6 @@ def load(config: DataConfig, *, tasks: Tasks = (), replies: bool = False) -> Dat
     """Read or generate all rows.
 
     Args:
-        config: Settings of `data=`.
         tasks: What the environment lists, with `data.from_environment`.
         replies: Whether rows have a reply to imitate.
 

@@ -86,8 +86,6 @@ async def run_steps(environment: Any, call: Call, task: Task, policy: Policy) ->
     Args:
         environment: An object with `begin(task)` and `step(reply)`.
         call: Calls its methods, plain or async.
-        task: Of the episode.
-        policy: Of the episode.
 
     Returns:
         What its `score` returns, None without one.

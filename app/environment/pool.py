@@ -41,8 +41,6 @@ class EnvironmentPool(WorkerPool):
     Lifecycle: start → begin* → close.
 
     Args:
-        spec: What each worker runs.
-        workers: Processes.
         episodes: That one process plays at once.
         log: File for their output (None: stderr).
         warn: Called with a sentence when a worker is replaced.

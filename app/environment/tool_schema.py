@@ -22,10 +22,6 @@ class SchemaError(Exception):
 def schema_of(name: str, function: Callable[..., Any]) -> dict[str, Any]:
     """Return a function's entry in OpenAI's `tools`.
 
-    Args:
-        name: The tool's name.
-        function: A function, or a bound method.
-
     Raises:
         SchemaError: A parameter has no type hint, or one without a JSON form.
     """

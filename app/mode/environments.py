@@ -29,8 +29,6 @@ def worker_spec(config: RunConfig, model_path: Path, *, tried: bool = False) -> 
     """Return what each worker runs.
 
     Args:
-        config: The configuration of the run.
-        model_path: The model's directory.
         tried: The worker lists the tasks of `data.from_environment`, and checks what all workers of the run need
             together, such as sessions of a server.
 
@@ -72,8 +70,6 @@ def require_rendering(config: RunConfig, model_path: Path, tokenizer: Any) -> No
     """Raise `ConfigError` if conversations cannot be rendered as transformers renders them.
 
     Args:
-        config: Of the run.
-        model_path: The model's directory.
         tokenizer: The model's, of transformers, with the chat template of the run.
     """
     choice = _renderer(config, model_path)

@@ -44,7 +44,6 @@ def output_folder(composed: DictConfig, config: RunConfig, folder: Path) -> Iter
     Args:
         composed: The job's configuration as Hydra composed it.
         config: The same, resolved.
-        folder: Where the run writes.
 
     Raises:
         FolderInUse: Another process holds the lock.
@@ -163,7 +162,6 @@ def kept_in(
     """Return what the run in `folder` has kept: lines for its end, and facts for `summary.json`.
 
     Args:
-        folder: Of the run.
         exported: Whether `export/` holds its last step.
         continued: Overrides that continue a finished run; the lines then also have the commands.
     """

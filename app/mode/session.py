@@ -123,9 +123,6 @@ async def start_rollout_workers(
     """Start Ray and the reward workers and create the engines, which are started together with the trainer.
 
     Args:
-        config: The configuration of the run.
-        device: The kind of its devices.
-        folder: The run's folder.
         recorder: Shows what is being started.
         weights: The model directory that the engines load; None is that of `model=`.
     """

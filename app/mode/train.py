@@ -59,8 +59,6 @@ def run(config: RunConfig, folder: Path, schedule: type[PlacementController] | N
     """Train to the last step; the metric is the last evaluation's accuracy.
 
     Args:
-        config: The configuration of the run.
-        folder: The run's folder.
         schedule: Makes the steps; None is that of the placement.
     """
     with RunFolderRecorder(config, folder) as recorder:

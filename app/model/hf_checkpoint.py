@@ -79,7 +79,6 @@ def match(
 
     Args:
         expected: Shapes by model name.
-        checkpoint: The checkpoint to search.
         ignored: Regular expressions for further names that the checkpoint may have.
         tied: Model names that share the tensor of another one.
 

@@ -59,7 +59,6 @@ def load_tokenizer(path: Path, *, trust_remote_code: bool = False, chat_template
     """Load the tokenizer of a model directory.
 
     Args:
-        path: The directory.
         trust_remote_code: Run code that ships with the model.
         chat_template: Text of a template in place of the model's own.
 

@@ -41,9 +41,7 @@ def token_logprobs(
         hidden: [N, D].
         weight: [V, D] of the LM head, in the dtype of `hidden`.
         targets: [N] int64.
-        temperature: Sampling temperature.
         entropy_gradient: Whether the entropy carries a gradient.
-        chunk_tokens: Tokens per chunk.
         chunk_vocabulary: Entries of the vocabulary per chunk; None: all.
         compiled: Whether torch compiles what is computed from a chunk's logits.
         adds_to_grad: Whether the backward pass adds the gradient of a float32 head to `weight.grad` itself, in place,

@@ -60,12 +60,10 @@ def load(
     Args:
         path: A complete Hugging Face directory.
         mesh: Device mesh, sharding dimension last. Parameters become FSDP2 shards. None: a plain module.
-        device: Device of the parameters.
         param_dtype: Dtype of the parameters. With adapters, those of the base have the compute dtype instead.
         compute_dtype: Dtype of the computation; gradients are reduced in float32. Requires a mesh.
         kernels: How the policy computes on its device.
         activation_checkpointing: Layers whose activations are recomputed in the backward pass.
-        trust_remote_code: Allow model code from the directory.
         lora: Adapters to train in place of all weights; None, or a rank of 0: none.
         seed: Of the adapters' initial values.
 

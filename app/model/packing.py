@@ -88,7 +88,6 @@ class Packing:
 
         Args:
             boundaries: Of the sequences, written out.
-            device: Where the packed tokens are.
             tokens: [E] int64, the packed token at each place of the written-out sequences. None: nothing is shared.
 
         Raises:

@@ -73,10 +73,8 @@ class PolicyModel(nn.Module):
         Args:
             input_ids: [1, T] int64, S sequences packed end to end.
             position_ids: [1, T] int64, starting at 0 in each sequence.
-            packing: Boundaries of the sequences.
             logit_positions: [N] int64, positions in 0..T whose hidden states predict the targets (their predecessors).
             targets: [N] int64.
-            temperature: Sampling temperature.
             entropy_gradient: Whether the entropy carries a gradient; without, it is only a metric.
             chunk_tokens: Tokens per chunk of the LM head; by default see `Kernels`.
         """

@@ -40,7 +40,6 @@ class Offload:
     """Memory offload of one trainer rank, its extension `OFFLOAD`.
 
     Args:
-        rank: The rank whose memory moves.
         moves: Whether to move memory at all. False on devices where trainer and engine do not share memory.
     """
 
@@ -147,7 +146,7 @@ class Offload:
 
     @property
     def _device_module(self) -> Any:
-        """torch's module of the device; None on a CPU."""
+        """Torch's module of the device; None on a CPU."""
         kind = self.rank.torch_device.type
         return None if kind == "cpu" else torch.get_device_module(kind)
 

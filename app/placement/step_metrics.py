@@ -40,8 +40,6 @@ def step_metrics(
     Args:
         scored: The groups that were trained on.
         counts: Groups that were filtered, dropped, aborted or retried.
-        report: The trainer's report.
-        sync: The weight sync's report.
         seconds: Wall-clock seconds of the `step` and of its phases.
         trained_version: The policy version that was trained, for staleness.
     """

@@ -45,14 +45,7 @@ class Watched(Protocol):
 
 @asynccontextmanager
 async def watchdog(run: Watched, pool: EnginePool, config: RunConfig, folder: Path) -> AsyncIterator[None]:
-    """Cancel the block and raise `RunError` when it makes no progress for `limit_seconds`.
-
-    Args:
-        run: What the block runs.
-        pool: Its engines.
-        config: Of the run.
-        folder: Of the run, for the stacks.
-    """
+    """Cancel the block and raise `RunError` when it makes no progress for `limit_seconds`."""
     try:
         async with asyncio.TaskGroup() as tasks:
             watcher = tasks.create_task(_watch(run, pool, limit_seconds(config), folder), name="watchdog")

@@ -35,7 +35,6 @@ class EngineSupervisor:
 
     Args:
         make: Creates an engine for an index, not started.
-        warn: Receives one sentence for each restart.
     """
 
     def __init__(

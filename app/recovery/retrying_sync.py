@@ -21,9 +21,7 @@ class RetryingWeightSync:
     """`WeightSynchronizer.sync` (app/protocols.py) over engines that may be lost.
 
     Args:
-        synchronizer: Makes one attempt.
         trainer: Owner of the parameters; probed when a sync fails.
-        supervisor: Restarts lost engines.
         version: The policy version of the trainer's parameters.
         params_on_device: Context in which the parameters are on the device during the engines' turn.
     """

@@ -29,8 +29,6 @@ class RewardPool(WorkerPool):
     Lifecycle: start_workers → score* → close.
 
     Args:
-        component: What the workers load.
-        workers: Processes.
         timeout_s: Deadline per trajectory.
         log: File for their output (None: stderr).
         warn: Called when for the first time a call is slow, or its trajectories are scored again.

@@ -42,10 +42,8 @@ class Scorer:
         scorer.close()
 
     Args:
-        config: The `reward` section.
         step_trajectories: Trajectories per step, the window over which failures are counted.
         log: File for the output of the workers (None: stderr).
-        warn: Shows a warning.
     """
 
     def __init__(

@@ -37,7 +37,6 @@ def try_rewards(config: RewardConfig, prompts: Sequence[Prompt], tokenize: Token
 
     Args:
         config: The `reward` section. With `tryout` off, rewards are only loaded.
-        prompts: Some of the run's prompts.
         tokenize: From a text to token ids.
 
     Returns:

@@ -158,7 +158,6 @@ async def parse(reply: Mapping[str, Any], version: int, *, adapted: bool = False
     """Return the completion in one reply of `/generate`.
 
     Args:
-        reply: Decoded.
         version: The request's.
         adapted: Whether an adapter of `version` sampled all tokens; the server reports the version of its own weights.
         scored: Whether the completion is made of given tokens. The first of those is without a number.

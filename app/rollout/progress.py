@@ -85,7 +85,6 @@ async def stall(
     """Poll a server until a prompt makes no progress; return the error that names it.
 
     Args:
-        client: Of the server.
         clock: Gets the reports.
         sampling: Returns the prompts that the server should be sampling; empty while it is paused.
         limit_s: Seconds without progress after which a prompt has failed.

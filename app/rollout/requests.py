@@ -51,7 +51,6 @@ class Requests:
         """Return whole completions.
 
         Args:
-            request: The request.
             version: Called each time the request is sent; returns the policy version synced last.
             engine: Called each time the request is sent; gives the engine.
 

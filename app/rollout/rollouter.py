@@ -22,10 +22,7 @@ class Rollouter:
     """Turns prompts into groups with rewards.
 
     Args:
-        pool: The engines.
-        scorer: Computes the rewards.
         tokenizer: Decodes completions of servers that we did not start.
-        timeline: Records spans.
         recovery: How often a request is sent again.
         episodes: Plays the episodes of an environment; None: every trajectory is a single turn.
         teacher: Adds a teacher's log-probabilities to a group that is trained on; None: there is no teacher.
@@ -66,8 +63,6 @@ class Rollouter:
         """Return `size` scored trajectories of one prompt, without those whose environment failed.
 
         Args:
-            prompt: The prompt.
-            size: Trajectories.
             sampling: Sampling parameters of completions, or of the turns of episodes.
             version: Returns the policy version synced last.
             on_sent: Called when sampling begins, also again: nothing that was sampled before is kept.

@@ -47,7 +47,6 @@ class Adapters:
     ...     await client.generate(request, adapter=adapter)
 
     Args:
-        engine: Its name, for messages.
         host_id: Tells the names of several hosts of one server apart.
         limit: The most adapters that the server may have loaded.
         abort_timeout_s: Seconds until aborted requests must have ended.

@@ -15,9 +15,6 @@ def engine_flags(config: RunConfig, device: Device, *, index: int = 0, restarts:
     """Return SGLang's flags by name: ours, then the device's, then `engine_args`. Later ones win.
 
     Args:
-        config: The run's.
-        device: Of the engine.
-        index: Of the engine in the run.
         restarts: How many engines had this index before; they were lost.
     """
     colocate = config.placement.kind is PlacementKind.colocate

@@ -15,7 +15,6 @@ def stop_reason(stop: StopConfig, accuracies: Mapping[int, float], *, step: int,
     A run is not ended by the evaluation before training, with which later ones are compared.
 
     Args:
-        stop: The settings.
         accuracies: `eval/accuracy` by step, the steps in order; 0 is before training.
         step: The step that was finished last.
         last_step: The last step of the run.

@@ -26,9 +26,6 @@ class SelfTeacher:
     """The engines of the run as the teacher of `teacher.prompt`.
 
     Args:
-        config: Of the run.
-        tokenizer: Of the policy.
-        pool: The engines.
         requests: Those of the rollouts: a scoring request is sent again as theirs are.
     """
 

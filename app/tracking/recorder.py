@@ -160,7 +160,6 @@ class RunFolderRecorder:
         """Append the ids of a step's trained and filtered prompts to `prompts.jsonl`.
 
         Args:
-            step: The step.
             trained: Prompts that were trained on.
             filtered: Prompts that were settled without being trained on.
             unplayable: Those of `filtered` whose environments failed; the others had equal rewards.

@@ -46,7 +46,6 @@ def learning_rate(config: TrainerConfig, update: int, *, run_updates: int) -> fl
     after that, and would reach its floor one update after the last.
 
     Args:
-        config: Settings of `trainer`.
         update: Index of the update, from 0.
         run_updates: Updates of the whole run.
     """
@@ -68,7 +67,6 @@ class PolicyOptimizer:
 
     Args:
         parameters: Of the policy; frozen ones are left alone.
-        config: Settings of `trainer`.
         run_updates: Updates of the whole run, over which the learning rate decays.
         fused: Whether AdamW updates in one kernel, which needs no temporaries.
     """

@@ -92,10 +92,6 @@ class TrainStep:
         step.version                      # 8
 
     Args:
-        model: The policy.
-        optimizer: Of the policy's parameters.
-        settings: Settings of every step.
-        device: Where the microbatches go.
         reference: Reference policy, for the KL term: a frozen model, or `model` itself if it has adapters, which are
             off then.
         peak_flops: Peak FLOP/s of one device, for `trainer/mfu`; None if unknown.

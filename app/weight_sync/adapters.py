@@ -162,9 +162,6 @@ class AdapterSynchronizer:
     Lifecycle: as `BucketedWeightSynchronizer`.
 
     Args:
-        trainer: The ranks that train the adapters.
-        engines: The engines that serve them.
-        config: Settings of `weight_sync`.
         tensor_parallel: Ranks of an engine.
         one_machine: Whether the engines see the shared memory of trainer rank 0; else they get the bytes over HTTP.
     """

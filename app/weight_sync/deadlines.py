@@ -29,7 +29,6 @@ class Deadline:
 
         Args:
             phase: What the calls do, for the error message.
-            calls: The calls by name.
             bounded: Whether `timeout_s` applies. False for calls that enforce a deadline themselves.
 
         Returns:

@@ -20,7 +20,6 @@ def gather_full(tensor: Tensor, dtype: torch.dtype, *, out: Tensor | None, recei
 
     Args:
         tensor: A plain tensor, or a `DTensor` on a 1-D mesh.
-        dtype: The dtype to send.
         out: 1-D, of `dtype`, with as many elements as the full tensor. None on ranks that receive nothing.
         receivers: The ranks of the mesh that receive the full tensor.
     """

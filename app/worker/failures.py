@@ -19,7 +19,6 @@ class FailureWindow:
         max_fraction: Fraction of a window's units that may fail.
         window: Units per window: those of a step.
         consequence: What becomes of a failed unit, as a sentence for the warnings.
-        warn: Shows a warning.
         kinds: Of failures, those that have a metric before the first one.
 
     Attributes:

@@ -17,9 +17,7 @@ class Job:
 
     Args:
         number: Of the job, unique in its pool.
-        send: Sends the worker a message.
         kill_worker: Ends the worker, given the kind of the failure and a text.
-        on_end: Called when the job has ended.
 
     Attributes:
         sent_s: When the worker last got a message about this job, as `time.monotonic()`.

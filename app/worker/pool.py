@@ -28,8 +28,6 @@ class WorkerPool:
     Lifecycle: start_workers → begin_job* → close.
 
     Args:
-        spec: What each worker runs.
-        workers: Processes.
         jobs: That one process runs at once.
         warn: Called with a sentence when a worker is replaced.
 

@@ -73,11 +73,6 @@ class RemoteWorker:
 
     Lifecycle: start → begin* → end.
 
-    Args:
-        spec: What it runs.
-        on_job_end: Called when a job has ended.
-        on_end: Called when the worker has.
-
     Attributes:
         state: What it does.
         loaded: It has loaded its handler.

@@ -142,7 +142,6 @@ class Lines(asyncio.Protocol):
     """One end of the pipe, on an event loop.
 
     Args:
-        codec: Of the messages.
         receive: Called with each message.
         ended: Called once when the other end is gone (None), or with what is wrong with a line.
     """

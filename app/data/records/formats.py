@@ -48,7 +48,6 @@ def read(file: Path, key: str) -> Records:
     """Read the records of a file, lazily, in the format that the end of its name says.
 
     Args:
-        file: An existing file.
         key: Setting named in errors, e.g. "data.path".
 
     Raises:

@@ -53,8 +53,6 @@ def read(path: str | list[str], *, subset: str | None, split: str, key: str) -> 
 
     Args:
         path: A file, a pattern of files, the id of a hub data set, or a list of them.
-        subset: Configuration of a hub data set.
-        split: Split of a hub data set.
         key: Setting named in errors, e.g. "data.path".
 
     Raises:

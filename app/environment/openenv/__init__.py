@@ -74,8 +74,6 @@ class OpenEnv:
     """The environment of one episode.
 
     Args:
-        server: Where it runs.
-        schema: Of an action.
         tools: The action as a tool; none for a policy whose template has no tools.
         reset: `environment.args`.
     """

@@ -29,11 +29,6 @@ def first_difference(renderer: ChatRenderer, tokenizer: Any, *, enable_thinking:
 
     What the template rejects is not compared: a run with such messages fails with an error naming the message.
 
-    Args:
-        renderer: With the model's chat template.
-        tokenizer: The model's transformers tokenizer.
-        enable_thinking: The template's argument.
-
     Returns:
         What differs, in words; None if nothing does.
     """

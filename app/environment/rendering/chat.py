@@ -182,7 +182,6 @@ class ChatRenderer:
 
         Args:
             by_user: Whether there is one of the user among them; else they are results of tools.
-            with_tools: Whether tools are declared.
 
         Returns:
             Whether the template writes a question and the reply to it as without them; whether it leaves out the

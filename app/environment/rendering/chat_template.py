@@ -19,7 +19,6 @@ class ChatTemplate:
         """Compile a template.
 
         Args:
-            folder: Model directory.
             source: Text of a template to use in place of the model's own.
             enable_thinking: The template's argument, which is `data.thinking`.
 
@@ -46,7 +45,6 @@ class ChatTemplate:
 
         Args:
             messages: The whole conversation.
-            tools: Schemas of the tools.
             prompt: Whether the text ends with the prompt for a reply.
 
         Raises:

@@ -48,7 +48,6 @@ def tool_parser(
     """Return the name of the syntax in which a template writes tool calls, and its parser.
 
     Args:
-        tokenizer: The model's tokenizer.
         prompt_ids: A question with `TOOL`.
         call: The reply to it with `CALL`, as the template writes it.
         thinking: Whether the template's thinking mode is on.

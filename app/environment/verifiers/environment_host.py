@@ -104,8 +104,6 @@ class Host:
             args: `environment.args`, without `tasks`.
             tasks: The first ones only; None: all.
             max_turns: Of an agent.
-            model_path: The model's directory.
-            renderer: Of `own_renderer`.
 
         Raises:
             LoadError: There is no such package, or its tasks have no end.

@@ -36,12 +36,7 @@ class Episode:
     """Plays one episode.
 
     Args:
-        begin: Its task and prompt.
-        make: Makes the environment.
         ask: Has an engine extend a sequence.
-        renderer: Of the model.
-        limits: Of the episode.
-        framing: Of the data set's questions.
         url: Returns the base URL of an episode's policy.
     """
 

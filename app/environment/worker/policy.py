@@ -38,8 +38,6 @@ class EpisodePolicy:
 
     Args:
         ask: Samples from an engine and appends to the sequence.
-        renderer: Of the model.
-        limits: Of the episode.
         opening: Messages of the data set's prompt.
         prompt: Their token ids.
         clock: Measures the environment's own time.

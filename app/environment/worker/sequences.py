@@ -52,7 +52,6 @@ class EpisodeSequences:
     """The sequences of one episode.
 
     Args:
-        renderer: Of the model.
         max_observation_tokens: A longer observation is cut.
         prompt: Messages of the data set's prompt, for which a conversation of None stands.
 
@@ -75,7 +74,6 @@ class EpisodeSequences:
         Args:
             messages: The whole conversation; of one that began with None what followed it, which may be nothing.
             conversation: Its key.
-            tools: Of the conversation.
         """
         for known in range(len(conversation) - 1, 1, -1):
             if ends := self._reply_ends.get(conversation[:known]):
@@ -175,7 +173,6 @@ def shorten(text: str, max_tokens: int, count: Callable[[str], int]) -> str:
     r"""Return a text in at most `max_tokens` tokens: cut in the middle, with a note about it.
 
     Args:
-        text: An observation.
         max_tokens: Tokens that the result may have, the note included.
         count: Returns the tokens of a text.
 

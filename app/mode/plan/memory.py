@@ -77,10 +77,6 @@ def plan_engine(
     """Plan an engine rank that starts with these SGLang flags on a device of `capacity` bytes.
 
     Args:
-        config: Of the run.
-        device: Of the engine.
-        model: What it loads.
-        flags: SGLang's.
         capacity: Bytes of a device.
         logit_rows: Tokens whose logits it computes at once; None: one of each request.
     """

@@ -44,7 +44,6 @@ def adapter_config(lora: LoraConfig, names: Iterable[str], base: str | None = No
     """Return the content of PEFT's `adapter_config.json`.
 
     Args:
-        lora: Rank and alpha.
         names: PEFT's names of the adapter's tensors.
         base: Directory or hub id of the base model.
     """

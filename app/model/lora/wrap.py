@@ -24,7 +24,6 @@ def add_adapters(causal_lm: Any, lora: LoraConfig) -> None:
 
     Args:
         causal_lm: A Hugging Face causal LM, on the meta device.
-        lora: Which layers, rank and scale.
 
     Raises:
         ConfigError: A target names no linear layer of the decoder.

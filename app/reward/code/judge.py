@@ -37,7 +37,6 @@ class Judge:
     """Runs tests on programs.
 
     Args:
-        sandbox: Where programs run.
         stop_early: Leave out the tests after the first that fails.
         timeout_s: For all tests of a program.
     """

@@ -47,9 +47,6 @@ class Episodes:
     """Plays the episodes of groups.
 
     Args:
-        environments: The workers.
-        limits: Of every episode.
-        failures: Counts what fails.
         seed: Of the run; the members of a group have the same seed.
 
     Attributes:

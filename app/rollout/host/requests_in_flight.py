@@ -33,12 +33,7 @@ class GroupInFlight:
 
 
 class RequestsInFlight:
-    """The groups in flight on one server, by the name of their request.
-
-    Args:
-        name: Of the engine.
-        connection: To its server.
-    """
+    """The groups in flight on one server, by the name of their request."""
 
     def __init__(self, name: str, connection: ServerConnection):
         self.progress = ProgressClock()

@@ -68,9 +68,6 @@ class ServerConnection:
 
     Lifecycle: `start` once, then calls, any number concurrently, then `stop` once, in any state.
 
-    Args:
-        spec: Names the server.
-
     Attributes:
         tokenizer: Of the model; None of a running server, whose model directory may not be on this machine.
     """

@@ -26,8 +26,6 @@ def write_samples(
     """Write up to `count` trajectories of a step.
 
     Args:
-        folder: The run folder.
-        step: The step of the trajectories.
         groups: All groups of the step.
         count: How many trajectories to write.
         decode: Converts prompt tokens to text; None leaves the prompt's text out.

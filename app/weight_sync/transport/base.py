@@ -42,7 +42,6 @@ class Transport(Protocol):
         """Return the request body for one engine.
 
         Args:
-            engine_index: The engine's index in the run.
             ready: The gathered bucket, by trainer rank.
         """
         ...

@@ -50,7 +50,6 @@ def serialize_bucket(buffer: Tensor, bucket: Bucket) -> str:
 
     Args:
         buffer: From `allocate_shared`; begins with the bucket's bytes.
-        bucket: Its tensors.
     """
     content = flattened(buffer, bucket)
     if buffer.device.type == "cuda":

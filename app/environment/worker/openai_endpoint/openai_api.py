@@ -69,7 +69,6 @@ def read_chat(
     """Read a request to `chat/completions`: messages as the policy takes them, tools, and the most tokens to sample.
 
     Args:
-        body: The request.
         given: The policy's replies in this episode, by `message_key` of what the agent was sent for them. An agent may
             send them back without the reasoning, or with null fields: they count as what they were.
 
