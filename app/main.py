@@ -1,4 +1,4 @@
-"""The command: compose → validate → `MODES[mode].run` → return the optimized metric.
+"""The command: compose → validate → `run_mode` → return the optimized metric.
 
 An invalid configuration ends with one sentence on stderr and exit code 2, before anything starts (`app/errors.py` lists
 the codes). With HYDRA_FULL_ERROR=1 in the environment every error keeps its traceback.
@@ -25,7 +25,7 @@ from app.config.arguments import check_arguments, named_values
 from app.config.command_line import command, override, versions
 from app.config.own_data import with_preset
 from app.errors import FAILED_EXIT, ConfigError, Interrupted, RunError, echo, exit_code, expect
-from app.mode import MODES, NOT_GIVEN, ModeResult
+from app.mode import NOT_GIVEN, WRITES, ModeResult, run_mode
 from app.recovery.run_lock import FolderInUse
 from app.run_report import RunReport, report, reports
 from app.utils.files import disk_errors, require_writable
@@ -69,8 +69,8 @@ class Validate(Callback):
 
             apply_preview(composed)
             config = compose.resolve(composed)
-        if not MODES[config.mode].writes:
-            result = MODES[config.mode].run(config, Path(given))
+        if config.mode not in WRITES:
+            result = run_mode(config, Path(given))
             _report(result, None if given == NOT_GIVEN else given)
             raise SystemExit(result.exit_code)
 
@@ -179,14 +179,13 @@ def _report(result: ModeResult, folder: Path | str | None) -> None:
 
 def _run(composed: DictConfig, config: RunConfig, folder: Path) -> ModeResult:
     """Run the mode, in its folder if it writes."""
-    mode = MODES[config.mode]
-    if not mode.writes:
-        return mode.run(config, folder)
+    if config.mode not in WRITES:
+        return run_mode(config, folder)
 
     from app.mode.output_folder import output_folder
 
     with disk_errors(), output_folder(composed, config, folder):
-        return mode.run(config, folder)
+        return run_mode(config, folder)
 
 
 def _apply_resume(composed: DictConfig, config: RunConfig) -> Path | None:

@@ -1,7 +1,6 @@
-"""What `mode=` runs. One table; the code of `mode=X` is `app/mode/X`."""
+"""What `mode=` runs: the code of `mode=X` is `app/mode/X`."""
 
 import importlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,30 +17,16 @@ class ModeResult:
     exit_code: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class ModeSpec:
-    """One row of the table.
+WRITES = {Mode.train, Mode.sft, Mode.eval, Mode.parity}  # get a folder of their own
 
-    `writes` says whether the mode gets a folder of its own. A mode without one runs before Hydra makes a folder, and
-    its `folder` argument is the existing run that `hydra.run.dir` names.
+
+def run_mode(config: RunConfig, folder: Path) -> ModeResult:
+    """Run `config.mode`: its module is imported here, since plan must load neither torch nor Ray.
+
+    A mode that does not write runs before Hydra makes a folder: `folder` is the run that `hydra.run.dir` names.
+
+    Raises:
+        ConfigError, RunError: By the mode.
     """
-
-    module: str  # has `run(config, folder)`; imported when used, since plan must load neither torch nor Ray
-    writes: bool
-
-    def run(self, config: RunConfig, folder: Path) -> ModeResult:
-        """Run the mode. Raises `ConfigError` or `RunError`."""
-        run: Callable[[RunConfig, Path], ModeResult] = importlib.import_module(self.module).run
-        return run(config, folder)
-
-
-MODES = {
-    Mode.train: ModeSpec("app.mode.train", writes=True),
-    Mode.sft: ModeSpec("app.mode.sft", writes=True),
-    Mode.eval: ModeSpec("app.mode.eval", writes=True),
-    Mode.parity: ModeSpec("app.mode.parity", writes=True),
-    Mode.plan: ModeSpec("app.mode.plan", writes=False),
-    Mode.doctor: ModeSpec("app.mode.doctor", writes=False),
-    Mode.export: ModeSpec("app.mode.export", writes=False),
-    Mode.report: ModeSpec("app.mode.report", writes=False),
-}
+    result: ModeResult = importlib.import_module(f"app.mode.{config.mode.value}").run(config, folder)
+    return result

@@ -9,7 +9,7 @@ arguments and seeds is off.
 import logging
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from app.tracking.dashboard import DashboardOptions, Progress
@@ -66,9 +66,6 @@ class ClearML:
 
     def alert(self, step: int, title: str, text: str) -> None:
         self._logger.report_text(f"step {step}: {title}: {text}", level=logging.WARNING, print_console=False)
-
-    def samples(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Do nothing: the samples are in the run's folder."""
 
     def close(self, status: str) -> None:
         if status == "failed":

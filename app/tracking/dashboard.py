@@ -2,10 +2,10 @@
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from app.utils.files import replace_file
 
@@ -23,18 +23,6 @@ class DashboardOptions:
     resumed_at: int | None  # the step that the run resumes after; None: a new run
     warn: Callable[[str], None]  # shows a warning and adds it to the report
     args: Mapping[str, Any] = field(default_factory=dict)  # of a tracker of the user's own
-
-
-class Dashboard(Protocol):
-    """An open dashboard run. All calls come from one thread; they may block and raise."""
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
-
-    def alert(self, step: int, title: str, text: str) -> None: ...
-
-    def samples(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None: ...
-
-    def close(self, status: str) -> None: ...
 
 
 def grouped(metrics: Mapping[str, float | None]) -> dict[str, float]:

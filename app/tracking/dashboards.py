@@ -24,8 +24,8 @@ from typing import Any, TypeVar
 
 from app.config.tracking import TRACKERS
 from app.errors import one_line
-from app.tracking.dashboard import Dashboard, DashboardOptions, grouped
-from app.utils.dotted_path import error_text, resolve
+from app.tracking.dashboard import DashboardOptions, grouped
+from app.utils.dotted_path import error_text, resolve, resolve_own
 
 log = logging.getLogger("app.run")
 
@@ -40,19 +40,16 @@ QUEUE_CAPACITY = 1000  # messages; a step is one or two
 T = TypeVar("T")
 
 
-def open_dashboard(name: str, options: DashboardOptions) -> Dashboard:
-    """Import the package of a dashboard and open a run in it.
+def open_dashboard(name: str, options: DashboardOptions) -> Any:
+    """Import the package of a dashboard and open a run in it. It has the methods that `own_tracker.py` lists.
 
     Raises:
         LoadError: There is no such tracker.
         Exception: Whatever the package raises.
     """
     if name in BUILT_IN:
-        dashboard: Dashboard = resolve(BUILT_IN[name])(options)
-        return dashboard
-    from app.tracking.own_tracker import OwnTracker
-
-    return OwnTracker(name, options)
+        return resolve(BUILT_IN[name])(options)
+    return resolve_own(name)(options, **options.args)
 
 
 def abandon_dashboard(name: str) -> None:
@@ -74,7 +71,7 @@ class DashboardWorker:
         self.name = name
         self.dropped = 0  # messages
         self._options = options
-        self._queue: queue.Queue[Callable[[Dashboard], None]] = queue.Queue(capacity)
+        self._queue: queue.Queue[tuple[Any, ...]] = queue.Queue(capacity)  # a method of the dashboard, its arguments
         self._closing = threading.Event()
         self._open_failed = False
         self._abandoned = False
@@ -88,15 +85,15 @@ class DashboardWorker:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Queue the metrics of a step. Returns at once and never raises."""
         values = grouped(metrics)
-        self._put(lambda dashboard: dashboard.log(step, values))
+        self._put("log", step, values)
 
     def alert(self, step: int, title: str, text: str) -> None:
         """Queue an alarm. Returns at once and never raises."""
-        self._put(lambda dashboard: dashboard.alert(step, title, text))
+        self._put("alert", step, title, text)
 
     def samples(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Queue a table of trajectories. Returns at once and never raises."""
-        self._put(lambda dashboard: dashboard.samples(step, name, rows))
+        self._put("samples", step, name, rows)
 
     def begin_close(self, status: str, timeout_s: float) -> None:
         """Ask the thread to send the queued messages and to close the dashboard within `timeout_s`. Returns at once."""
@@ -117,11 +114,11 @@ class DashboardWorker:
         if self.dropped:
             self._options.warn(f"{self.name} was too slow: {self.dropped} messages were dropped.")
 
-    def _put(self, message: Callable[[Dashboard], None]) -> None:
+    def _put(self, method: str, *arguments: object) -> None:
         if self._open_failed:
             return
         try:
-            self._queue.put_nowait(message)
+            self._queue.put_nowait((method, *arguments))
         except queue.Full:
             if not self.dropped:
                 self._options.warn(f"{self.name} is too slow: messages that do not fit its queue are dropped.")
@@ -138,8 +135,8 @@ class DashboardWorker:
                 message = self._queue.get(timeout=0.2)
             except queue.Empty:
                 continue
-            self._guarded("failed on a message", partial(message, dashboard))
-        self._guarded("could not be closed", lambda: dashboard.close(self._status))
+            self._guarded("failed on a message", partial(_call, dashboard, *message))
+        self._guarded("could not be closed", partial(_call, dashboard, "close", self._status))
 
     def _guarded(self, what: str, call: Callable[[], T]) -> T | None:
         """Return the call's result; return None if it fails, and report the first error of a kind."""
@@ -152,6 +149,12 @@ class DashboardWorker:
                 cause = one_line(error) if self.name in TRACKERS else error_text(error)
                 self._options.warn(f"{self.name} {what}; the run continues without it: {cause}")
             return None
+
+
+def _call(dashboard: Any, method: str, *arguments: Any) -> None:
+    """Call a method of a dashboard. Only `log` is required."""
+    if method == "log" or hasattr(dashboard, method):
+        getattr(dashboard, method)(*arguments)
 
 
 def close_all(workers: Sequence[DashboardWorker], status: str, timeout_s: float) -> None:

@@ -12,37 +12,13 @@ All calls come from one thread of its own, in order. They may block and raise: s
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 from app.config.tracking import TrackingConfig
 from app.errors import expect
-from app.tracking.dashboard import DashboardOptions
-from app.utils.dotted_path import problem_of, resolve_own
-
-
-class OwnTracker:
-    """An open run in a tracker of the user's own. Methods that it lacks are skipped."""
-
-    def __init__(self, path: str, options: DashboardOptions) -> None:
-        self._tracker: Any = resolve_own(path)(options, **options.args)
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._tracker.log(step, metrics)
-
-    def alert(self, step: int, title: str, text: str) -> None:
-        self._optional("alert", step, title, text)
-
-    def samples(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        self._optional("samples", step, name, rows)
-
-    def close(self, status: str) -> None:
-        self._optional("close", status)
-
-    def _optional(self, method: str, *arguments: object) -> None:
-        if hasattr(self._tracker, method):
-            getattr(self._tracker, method)(*arguments)
+from app.utils.dotted_path import problem_of
 
 
 def require_trackers(config: TrackingConfig) -> None:

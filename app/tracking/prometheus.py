@@ -6,7 +6,7 @@ that `time/step` is `posttrain_time_step_seconds`. `posttrain_step` is the step 
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from app.tracking.dashboard import DashboardOptions
@@ -33,9 +33,6 @@ class Prometheus:
 
     def alert(self, step: int, title: str, text: str) -> None:
         self._gauge(f"alarms/{title}").inc()
-
-    def samples(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Do nothing: the samples are in the run's folder."""
 
     def close(self, status: str) -> None:
         self._server.shutdown()

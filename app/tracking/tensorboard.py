@@ -1,8 +1,7 @@
 """TensorBoard event files in `tracking/tensorboard/`. `tensorboard --logdir outputs` shows all runs."""
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
 from app.tracking.dashboard import DashboardOptions
 
@@ -24,9 +23,6 @@ class TensorBoard:
 
     def alert(self, step: int, title: str, text: str) -> None:
         self._writer.add_text(f"alarms/{title}", text, step)
-
-    def samples(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Do nothing: the samples are in the run's folder."""
 
     def close(self, status: str) -> None:
         self._writer.add_text("status", status)
