@@ -29,7 +29,7 @@ from app.config.placement import PlacementConfig, PlacementKind, Stream
 from app.config.reward import RewardConfig
 from app.config.rollout import RolloutConfig
 from app.data.cursor import PromptCursor
-from app.errors import EngineError, EngineLost, SyncError
+from app.errors import EngineError, EngineLost, SyncError, TrainerError
 from app.mode.train import CONTROLLERS
 from app.placement import controller as placement_controller
 from app.placement.context import RunContext
@@ -136,6 +136,7 @@ class SimEngine:
     fail: Exception | None = None
     start_seconds: float = 0.0
     name: str = "engine 0"
+    ended: bool = False
 
     def __post_init__(self) -> None:
         # By name of the request: its prompt id, or a turn of it.
@@ -245,7 +246,8 @@ class SimEngine:
     async def start_phase(self) -> EngineStart:
         return EngineStart.importing
 
-    async def end(self) -> None: ...
+    async def end(self) -> None:
+        self.ended = True
 
     def die(self, error: EngineError | None = None) -> None:
         """Whatever is in flight, and whatever comes, fails."""
@@ -290,9 +292,11 @@ class SimTrainer:
     aborts: int = 0
     fail: Mapping[str, Exception] = field(default_factory=dict)  # by call; raised once
     hang: str | None = None
+    offloaded: set[TrainerMemory] = field(default_factory=set)
 
     async def begin_step(self, *, version: int) -> None:
         self._raise("begin_step")
+        assert not self.offloaded, "trained while offloaded"
         assert self.open is None, "begin twice"
         self.open, self.fed = version, []
 
@@ -324,9 +328,13 @@ class SimTrainer:
 
     async def old_logprobs(self, groups: Sequence[ScoredGroup]) -> None: ...
 
-    async def offload(self, region: TrainerMemory) -> None: ...
+    async def offload(self, region: TrainerMemory) -> None:
+        if region in self.offloaded:
+            raise TrainerError(f"{region.name} is offloaded already")
+        self.offloaded.add(region)
 
-    async def onload(self, region: TrainerMemory) -> None: ...
+    async def onload(self, region: TrainerMemory) -> None:
+        self.offloaded.discard(region)
 
     async def version(self) -> int | None:
         self._raise("version")
@@ -370,6 +378,7 @@ class SimSync:
     seconds: float = 0.0
     pushed: list[tuple[float, int]] = field(default_factory=list)
     fail_at: int | None = None
+    trainer: Any = None  # whose parameters are read
 
     def set_engines(self, engines: Mapping[int, Any]) -> None:
         self.engines = list(engines.values())
@@ -377,6 +386,8 @@ class SimSync:
     async def sync(self, version: int) -> SyncReport:
         if version == self.fail_at:
             raise SyncError("push failed on purpose")
+        if TrainerMemory.parameters in getattr(self.trainer, "offloaded", ()):
+            raise SyncError("weight sync while offloaded: parameters")
         await asyncio.gather(*(engine.pause(self.in_flight) for engine in self.engines))
         await asyncio.sleep(self.seconds)
         for engine in self.engines:
@@ -483,7 +494,7 @@ class World:
             SimEngine(self.seconds, self.right, self.tokens, name=f"engine {index}")
             for index in range(self.engine_count)
         ]
-        self.sync = SimSync(self.engines, self.config.placement.in_flight, self.push_seconds)
+        self.sync = SimSync(self.engines, self.config.placement.in_flight, self.push_seconds, trainer=self.trainer)
         pool = EnginePool(self.engines)
         supervisor = EngineSupervisor(self.config, pool, self.replace, self.recorder.warn)
         time_sharing = TimeSharing(

@@ -159,6 +159,9 @@ async def reserve(config: RunConfig, device: Device) -> DevicePlacement:
         ) from None
     try:
         locations = await _locate_bundles(group, config, device, config.cluster.timeout_s)
+    except RayError as error:
+        remove_placement_group(group)
+        raise RunError(f"the reserved bundles could not be asked for their devices: {one_line(error)}") from error
     except TimeoutError:
         remove_placement_group(group)
         raise RunError(

@@ -18,6 +18,8 @@ class Colocate(PlacementController):
     """The schedule of `placement=colocate`."""
 
     async def _run(self) -> None:
+        # An engine that is lost before the first sync is restarted by it: the parameters are on the device.
+        await self.context.supervisor.pause_restarts()
         await self.context.time_sharing.give_to_engines(lambda: self.sync(self.version))
         await self.evaluate_first()
 

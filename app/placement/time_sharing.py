@@ -63,13 +63,14 @@ class TimeSharing:
         await self.onload_trainer(TrainerMemory)
 
     async def offload_engines(self) -> None:
-        """Drain the engines and release their device memory."""
+        """Drain the engines and release their device memory; end those that are lost, which cannot release it."""
         if not self.offload.engine:
             return
 
         await self.pool.each(RolloutEngine.pause, InFlight.drain)
         for region in (*CACHES, *self.weights):
             await self.pool.each(RolloutEngine.release, region)
+        await self.supervisor.end_lost()
 
     async def offload_trainer(self, regions: Iterable[TrainerMemory]) -> None:
         if self.offload.trainer:

@@ -11,7 +11,7 @@ Invariants:
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 
 from app.config import RunConfig
@@ -101,19 +101,26 @@ class EngineSupervisor:
         self.pool.engine_lost.clear()
         await gather_or_raise(*(self._restart(index) for index in self.pool.lost.keys() - self.unsynced))
 
-    def mark_ready(self, indices: Iterable[int]) -> None:
-        """Let restarted engines that have the policy generate again."""
-        for index in self.unsynced & set(indices):
-            self.unsynced.discard(index)
-            self.pool.mark_ready(index)
+    async def end_lost(self) -> None:
+        """End the lost engines, which may hold device memory that the trainer needs. `restart_lost` replaces them."""
+        self.unsynced.clear()
+        await asyncio.gather(*(self.pool.engines[index].end() for index in self.pool.lost))
+
+    def mark_ready(self, engines: Engines) -> None:
+        """Let restarted engines that have the policy generate again. No effect on those replaced meanwhile."""
+        for index, engine in engines.items():
+            if index in self.unsynced and self.pool.engines[index] is engine:
+                self.unsynced.discard(index)
+                self.pool.mark_ready(index)
 
     async def diagnose(self, engines: Engines) -> None:
-        """Check these engines, all at the same time, and mark the lost ones."""
+        """Check these engines, all at the same time, and mark the lost ones, unless they were replaced meanwhile."""
         errors = await asyncio.gather(*(engine.check() for engine in engines.values()), return_exceptions=True)
         for (index, engine), error in zip(engines.items(), errors, strict=True):
             if isinstance(error, EngineError):
-                self.unsynced.discard(index)
-                self.pool.mark_lost(engine, as_lost(error))
+                if self.pool.engines[index] is engine:
+                    self.unsynced.discard(index)
+                    self.pool.mark_lost(engine, as_lost(error))
             elif error is not None:
                 raise error
 

@@ -47,11 +47,11 @@ class Verifier:
                 expect_equal(deadline.version, f"{name} differs from {first}", reference, hashes)
 
         if self._checks_left:
-            self._checks_left -= 1
             exported = await self._load_export(deadline, trainer, engines, flush_cache)
             for name, hashes in synced.items():
                 problem = f"{name} differs from the exported checkpoint"
                 expect_equal(deadline.version, problem, exported[name], hashes)
+            self._checks_left -= 1  # only now: a sync that failed its check is repeated, and checked again
 
     async def _load_export(
         self, deadline: Deadline, trainer: RemoteTrainer, engines: Sequence[RolloutEngine], flush_cache: bool

@@ -8,16 +8,18 @@ import re
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.config.placement import PlacementKind
 from app.errors import EngineError, EngineLost, RunError, TrainerError, TrainerLost
+from app.placement.controller import PlacementController
 from app.placement.fully_async import FullyAsync
 from app.placement.last_step import save_last_step
 from app.recovery import engine_supervisor
-from app.types import InFlight, MemoryUse
+from app.types import GroupRequest, InFlight, MemoryUse, TrainerMemory
 from tests.simulation import (
     BOTH,
     SimEngine,
@@ -67,15 +69,71 @@ def test_the_other_engine_goes_on_while_one_is_replaced(tmp_path: Path) -> None:
     assert len(meanwhile) > 10
 
 
+@pytest.mark.parametrize("engines", [1, 2])
 @BOTH
 def test_an_engine_that_dies_during_a_push_is_replaced_and_the_push_repeated(
-    kind: PlacementKind, tmp_path: Path
+    kind: PlacementKind, engines: int, tmp_path: Path
 ) -> None:
-    world = World(config(kind), tmp_path, push_seconds=1.0)
-    play(world, (0.7, 1))  # the first push
+    world = World(config(kind), tmp_path, push_seconds=1.0, engine_count=engines)
+    play(world, (0.7, engines - 1))  # the first push
     assert_sound(world)
-    assert "sync 0" in world.recorder.warnings[0]
-    assert len(world.engines) == 3
+    assert any("sync 0" in warning for warning in world.recorder.warnings)
+    assert len(world.engines) == engines + 1
+
+
+def test_an_engine_of_colocate_that_was_lost_before_the_first_push_is_replaced_by_it(tmp_path: Path) -> None:
+    """As in the turn of a new trainer: its parameters are on the device, and nobody may take them away."""
+    world = World(config(PlacementKind.colocate, steps=3), tmp_path, engine_count=1)
+
+    def lose(controller: PlacementController) -> None:
+        world.engines[0].die()
+        controller.context.pool.mark_lost(world.engines[0], EngineLost("engine 0 died on purpose"))
+
+    play(world, at_start=lose, limit=1000.0)
+    assert_sound(world)
+    assert len(world.engines) == 2
+
+
+@virtual
+async def test_a_replacement_is_not_taken_for_the_engine_that_a_failed_sync_finds_dead(tmp_path: Path) -> None:
+    """Engine 0 dies and is replaced while the sync waits for engine 1 to drain."""
+    world = World(config(in_flight=InFlight.drain), tmp_path, lambda prompt_id: 30.0)
+    context = world.context()
+    dead, busy = world.engines
+    async with asyncio.timeout(1000), context.supervisor.monitor():
+        request = GroupRequest("sim/0", np.arange(3, dtype=np.int32), 2, context.sampling, 0)
+        draining = asyncio.create_task(busy.generate(request))
+        await asyncio.sleep(0.1)
+        syncing = asyncio.create_task(context.weight_sync.sync(1))
+        await asyncio.sleep(1)
+        dead.die()
+        context.pool.mark_lost(dead, EngineLost("engine 0 died on purpose"))
+        await syncing
+        await draining
+        await asyncio.sleep(100)
+        assert not context.pool.lost
+        assert [engine.version for engine in context.pool.engines] == [1, 1]
+        assert len(world.engines) == 3
+
+
+@virtual
+async def test_a_lost_engine_is_ended_before_the_trainer_takes_the_devices(tmp_path: Path) -> None:
+    """A server that does not answer keeps its memory until it is ended."""
+    world = World(config(PlacementKind.colocate), tmp_path)
+    context = world.context()
+    await context.time_sharing.give_to_engines(lambda: context.weight_sync.sync(0))
+    hung = world.engines[1]
+
+    async def silent(in_flight: InFlight) -> None:
+        raise EngineLost("no answer")
+
+    async def onload(region: TrainerMemory) -> None:
+        assert hung.ended
+
+    hung.pause = silent  # type: ignore[method-assign]
+    world.trainer.onload = onload  # type: ignore[method-assign]
+    await context.time_sharing.give_to_trainer()
+    assert [engine.ended for engine in world.engines] == [False, True]
 
 
 @pytest.mark.parametrize("cut_at", [3.0, 5.1])

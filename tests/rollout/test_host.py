@@ -69,6 +69,49 @@ async def test_an_abort_of_everything_includes_what_waits_for_admission(
     again.cancel()
 
 
+class Posts(SilentClient):
+    """Its server answers `/pause_generation` when told to. Remembers what is sampled, with the key of its cache."""
+
+    def __init__(self) -> None:
+        self.answer = asyncio.Event()
+        self.sampled: list[tuple[str, str]] = []
+
+    async def post(self, route: str, *_: object, **__: object) -> dict[str, Any]:
+        if route == "/pause_generation":
+            await self.answer.wait()
+        return {}
+
+    async def generate(self, request: GroupRequest, *_: object, cache_key: str, **__: object) -> list[object]:
+        self.sampled.append((request.prompt_id, cache_key))
+        return await super().generate()
+
+
+@pytest.mark.parametrize("in_flight", InFlight)
+async def test_a_request_during_a_pause_waits_and_does_not_reuse_the_cache_from_before(
+    in_flight: InFlight, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sampled before the server pauses, it would be cached under the key of what comes after the sync."""
+    client = Posts()
+    host = started(client, monkeypatch, tmp_path)
+    before = asyncio.create_task(host.generate(request("before")))
+    await asyncio.sleep(0)
+    pausing = asyncio.create_task(host.pause(in_flight))
+    await asyncio.sleep(0.01)
+    during = asyncio.create_task(host.generate(request("during")))
+    await asyncio.sleep(0.01)
+    before.cancel()
+    client.answer.set()
+    await pausing
+    await asyncio.sleep(0.01)
+    assert [name for name, _ in client.sampled] == ["before"]
+
+    await host.resume()
+    await asyncio.sleep(0.01)
+    (_, first), (name, second) = client.sampled
+    assert (name, first != second) == ("during", True)
+    during.cancel()
+
+
 async def test_an_engine_is_lost_when_the_connection_of_a_control_call_breaks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

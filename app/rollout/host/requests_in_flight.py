@@ -27,6 +27,7 @@ class GroupInFlight:
 
     prompt_id: str
     request_ids: list[str]  # SGLang's
+    cache_key: str  # prefixes are reused only within one
     adapter: "Adapter | None" = None
     abort_asked: bool = False
     paused_in_place: bool = False  # a sync in place may have happened meanwhile
@@ -45,7 +46,7 @@ class RequestsInFlight:
         self._completion_tokens = 0  # sampled so far, by requests that ended
         self._pauses = 0  # KV cache from before the last pause is of an older policy
         self._abort_alls = 0  # calls that aborted everything so far
-        self._admitting = asyncio.Event()  # cleared from a drain until `admit_again`
+        self._admitting = asyncio.Event()  # cleared from a pause until `admit_again`
         self._admitting.set()
 
     def __len__(self) -> int:
@@ -65,7 +66,8 @@ class RequestsInFlight:
     async def admit(self, request: GroupRequest) -> None:
         """Wait while the engine drains or is paused. Raises `EngineError` if everything is aborted meanwhile."""
         abort_alls = self._abort_alls
-        await self._connection.race(self._admitting.wait())
+        while not self._admitting.is_set():
+            await self._connection.race(self._admitting.wait())
         if self._abort_alls != abort_alls:
             # The caller may have been cancelled and may retry the same prompt.
             raise EngineError(f"{self._name}: prompt {request.name} was aborted before it was admitted")
@@ -74,7 +76,7 @@ class RequestsInFlight:
 
     async def sample(self, request: GroupRequest, adapter: "Adapter | None") -> list[Completion]:
         """Sample or score an admitted group, which is in flight meanwhile."""
-        group = GroupInFlight(request.prompt_id, self._request_ids(request), adapter)
+        group = GroupInFlight(request.prompt_id, self._request_ids(request), f"{self.host_id}-{self._pauses}", adapter)
         self._groups[request.name] = group
         try:
             completions = await self._connection.race(self._sample(request, group))
@@ -89,13 +91,13 @@ class RequestsInFlight:
         return completions
 
     async def drain(self) -> None:
-        """Admit nothing from now on, and wait until nothing is in flight."""
-        self._admitting.clear()
+        """Wait until nothing is in flight."""
         while self._groups:
             await self._connection.race(asyncio.sleep(IDLE_POLL_S))
 
     def begin_pause(self) -> None:
-        """The KV cache of everything sampled so far is not used by later requests."""
+        """Admit nothing from now on. The KV cache of everything sampled so far is not used by later requests."""
+        self._admitting.clear()
         self._pauses += 1
 
     def paused_in_place(self) -> None:
@@ -104,7 +106,7 @@ class RequestsInFlight:
             group.paused_in_place = True
 
     def admit_again(self) -> None:
-        """End a drain."""
+        """Admit requests again, those that wait first."""
         self._admitting.set()
 
     async def abort(self, prompt_ids: Sequence[str] | None) -> None:
@@ -147,7 +149,7 @@ class RequestsInFlight:
         replies = await self._connection.client().generate(
             request,
             group.request_ids,
-            cache_key=f"{self.host_id}-{self._pauses}",
+            cache_key=group.cache_key,
             adapter=adapter.name if adapter else None,
         )
 
