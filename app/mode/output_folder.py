@@ -26,7 +26,7 @@ from app.cluster.process_reaper import process_reaper
 from app.config import RunConfig
 from app.config.command_line import command, override
 from app.errors import CheckpointError, ConfigError, RunError, echo
-from app.recovery.resume import NEVER, apply_resume, has_checkpoint, holds_run, require_unused
+from app.recovery.resume import NEVER, apply_resume, checkpoint_of, has_checkpoint, holds_run, require_unused
 from app.recovery.run_lock import run_lock
 from app.tracking.run_folder import CONFIG
 from app.tracking.run_folder.aside import set_all_aside
@@ -53,7 +53,8 @@ def output_folder(composed: DictConfig, config: RunConfig, folder: Path) -> Iter
     with run_lock(folder):
         if config.mode.trains and config.resume != NEVER:
             _require_unchanged(composed, folder)
-            _set_aside_unless_resumable(folder)
+            if checkpoint_of(config.resume) is None:
+                _set_aside_unless_resumable(folder)
         else:
             require_unused(folder, config.mode)
 

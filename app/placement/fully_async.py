@@ -28,6 +28,7 @@ from app.errors import TrainerError
 from app.placement.context import RunContext
 from app.placement.controller import PlacementController
 from app.placement.producer import Producer
+from app.placement.step_metrics import RolloutCounts
 from app.types import ScoredGroup, StepReport
 from app.utils.tasks import root_cause
 
@@ -39,6 +40,7 @@ class FullyAsync(PlacementController):
         super().__init__(context, version, evaluation_due=evaluation_due)
         self.producer = Producer(context, version)
         self._busy_before = 0.0  # seconds in which engines had requests, before the current step
+        self._drained: RolloutCounts | None = None  # the counts of the current step, once its commit has begun
 
     async def _run(self) -> None:
         await self.sync(self.version)
@@ -63,6 +65,7 @@ class FullyAsync(PlacementController):
 
     async def _step(self, step: int) -> None:
         self.seconds = {}
+        self._drained = None
         self._busy_before = self.context.pool.busy_seconds()
 
         async with self.phase("train"):
@@ -79,7 +82,7 @@ class FullyAsync(PlacementController):
             "idle/trainer": (seconds["wait"] + seconds["sync"]) / seconds["step"],
             "idle/rollout": 1 - seconds["generate"] / seconds["step"],
         }
-        await self.commit(step, scored, self.producer.drain_counts(), report, sync, seconds, idle)
+        await self.commit(step, scored, self._counts(), report, sync, seconds, idle)
 
     async def _train(self, step: int) -> tuple[list[ScoredGroup], StepReport]:
         """Train one step. When it fails, its groups return to the head of the buffer."""
@@ -93,11 +96,17 @@ class FullyAsync(PlacementController):
                 await self._add_all(scored)
 
             async with self.phase("finish", track="trainer", record_memory=False):
-                report = await self.finish_step(step, scored, self.producer.drain_counts)
+                report = await self.finish_step(step, scored, self._counts)
         except TrainerError:
             self.producer.put_back([each.group for each in scored])
             raise
         return scored, report
+
+    def _counts(self) -> RolloutCounts:
+        """Return what became of the other groups of the step. A commit that was interrupted is made again with it."""
+        if self._drained is None:
+            self._drained = self.producer.drain_counts()
+        return self._drained
 
     async def _collect(self, scored: list[ScoredGroup]) -> None:
         """Take and score the groups of a step, appending to `scored`. If streaming, train on them as they arrive."""

@@ -122,6 +122,7 @@ def apply_resume(composed: DictConfig) -> Resumption:
         return _without_checkpoint(composed, saved, folder, notes)
 
     notes = (*notes, *_take_over(composed, saved, folder, RESUMABLE))
+    _require_same_teacher(composed, saved, folder)
     checkpoint = _readable(resume, folder)
     if checkpoint is None:
         return Resumption(notes)
@@ -143,6 +144,18 @@ def _take_over_mode(composed: DictConfig, saved: DictConfig, folder: Path) -> No
         composed.mode = saved.mode
     if saved.mode is not composed.mode:
         raise ConfigError("resume", composed.resume, reason=f"{folder} holds a run of mode={saved.mode.name}")
+
+
+def _require_same_teacher(composed: DictConfig, saved: DictConfig, folder: Path) -> None:
+    """Raise `ConfigError` unless the same prompts have a teacher: its servers may move, not come or go."""
+
+    def taught(urls: Any) -> set[str] | bool:
+        return {str(source) for source in urls} if isinstance(urls, Mapping) else bool(urls)
+
+    urls = composed.teacher.urls
+    if taught(urls) != taught(saved.teacher.urls):
+        accepted = f"other servers in the form of {override('teacher.urls', saved.teacher.urls)}"
+        raise ConfigError("teacher.urls", urls, accepted, f"the loss of the run in {folder} keeps its terms")
 
 
 def apply_evaluation(composed: DictConfig) -> Resumption:
@@ -265,7 +278,8 @@ def _take_over(composed: DictConfig, saved: DictConfig, folder: Path, changeable
     if "data" in given and "data" in changeable:
         given = {**given, "reward": ""}  # a data preset selects its reward
     # Copies, since the sections of `composed` are overwritten in place below.
-    allowed = {key: deepcopy(OmegaConf.select(composed, key)) for key in given if _is_in(key, changeable)}
+    keys = {_in_saved(key, saved) for key in given if _is_in(key, changeable)}
+    allowed = {key: deepcopy(OmegaConf.select(composed, key)) for key in sorted(keys, key=lambda key: key.count("."))}
 
     with open_dict(composed):
         for key in saved:
@@ -276,6 +290,13 @@ def _take_over(composed: DictConfig, saved: DictConfig, folder: Path, changeable
         if "steps" in given and "epochs" not in given:
             composed.epochs = None
     return notes
+
+
+def _in_saved(key: str, saved: DictConfig) -> str:
+    """Return the setting, or the part of it that the saved run lacks as a whole: an evaluation set, say."""
+    names = key.split(".")
+    sections = (".".join(names[:count]) for count in range(1, len(names)))
+    return next((section for section in sections if OmegaConf.select(saved, section) is None), key)
 
 
 def _checked(

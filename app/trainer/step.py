@@ -40,7 +40,7 @@ from app.algorithm.metrics import TABLE, finalize
 from app.algorithm.objective import TokenBatch
 from app.config.algorithm import AlgorithmConfig, Correction
 from app.config.teacher import TeacherConfig
-from app.errors import TrainerError
+from app.errors import RunError, TrainerError
 from app.model.lora.layer import adapter_metrics, adapters_off
 from app.model.packing import to_device
 from app.model.parallelize import reset_fsdp_state
@@ -341,12 +341,19 @@ class TrainStep:
         with self._timer.phase("optimizer"):
             totals = (self._sums + self._unread.read()).all_reduce()
 
-            # The parameters belong to no policy version until the last update of the step.
-            self.version = None
+            # Once updated, the parameters belong to no policy version until the last update of the step.
+            before, self.version = self.version, None
 
             # FSDP2 averages gradients over the ranks; the loss is a sum over the ranks, divided once.
             scale = self.ranks / common_denominator(_denominators(totals, self.settings))
-            self._results.append(self.optimizer.update(scale=scale))
+            try:
+                result = self.optimizer.update(scale=scale)
+            except RunError:  # one more was skipped than may be
+                self.version = before
+                raise
+            if not result.applied:
+                self.version = before
+            self._results.append(result)
 
         self._totals += totals
         self._sums = RawSums()

@@ -11,10 +11,14 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf, open_dict
 
+from app.checkpoint.run_state import RunState, write_state
 from app.config import compose as configuration
+from app.config.model import LoraConfig
 from app.errors import RunError
 from app.main import _say_how_to_resume
+from app.mode.inputs import CheckStage, RunInputs
 from app.mode.output_folder import output_folder
+from app.model.hf_directory import identity
 from app.recovery.resume import apply_resume
 from app.recovery.run_lock import run_lock
 from tests.folders import a_run, composed_by_hydra, content, run_app, start_app
@@ -174,6 +178,20 @@ def test_a_run_that_died_before_its_first_checkpoint_starts_over_with_its_record
     assert moved == {name: digest for name, digest in before.items() if name != "notes.txt"}
     assert [row["step"] for row in metrics(run / "aside_2")] == [1]
     assert (run / "notes.txt").read_text() == "not ours"
+
+
+def test_records_stay_where_a_run_goes_on_from_a_checkpoint_that_is_named(tiny_model: Path, tmp_path: Path) -> None:
+    """Although the folder has no latest one: it was moved back by hand, or the run was killed before it was named."""
+    (tmp_path / "go").touch()
+    run = a_run(tmp_path / "run", "steps=9", step=4, reached=4)
+    (run / "checkpoints" / "latest").unlink()
+    inputs = RunInputs(configuration.resolve(composed_by_hydra("steps=9")), CheckStage.start)
+    state = RunState(4, 4, {"cursor": inputs.prompts.train.state()}, identity(tiny_model, LoraConfig()))
+    write_state(run / "checkpoints" / "step_4", state, {})
+    before = (run / "metrics.jsonl").read_bytes()
+    code, text = run_app(f"resume={run}/checkpoints/step_4", cwd=tmp_path, module=HELD)
+    assert code == 0, text
+    assert (run / "metrics.jsonl").read_bytes().startswith(before)
 
 
 @pytest.mark.parametrize("before", ["no run", "no checkpoint", "an older checkpoint"])

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from app.config.placement import PlacementKind
 from app.errors import EngineError, EngineLost, RunError, TrainerError, TrainerLost
+from app.mode.train import CONTROLLERS
 from app.placement.controller import PlacementController
 from app.placement.fully_async import FullyAsync
 from app.placement.last_step import save_last_step
@@ -170,6 +171,46 @@ async def test_a_run_that_is_asked_to_stop_says_why_it_cannot_save_its_last_step
     (warning,) = world.recorder.warnings
     assert warning == "step 3 was not saved: the next update had already changed the parameters"
     assert not (tmp_path / "checkpoints" / "latest").exists()
+
+
+@BOTH
+@virtual
+async def test_an_interrupted_commit_keeps_the_filtered_prompts_of_its_step(
+    kind: PlacementKind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise they are missing in the ledger and sampled again after the resume."""
+    without_threads(monkeypatch)
+
+    def uniform(prompt_id: str) -> bool:
+        return int(prompt_id.removeprefix("sim/").partition("@")[0]) % 3 == 0
+
+    made = config(kind, steps=6, dynamic_sampling=True)
+    made.checkpoint.keep = 1
+    world = World(made, tmp_path, right=lambda prompt_id, member: uniform(prompt_id) or member % 2 == 0)
+    context = world.context()
+    controller = CONTROLLERS[kind](context)
+    sample, measuring = context.memory.sample, asyncio.Event()
+
+    async def slow() -> dict[str, float]:
+        if len(world.recorder.lines) == 1:
+            measuring.set()
+            await asyncio.sleep(5)
+        return await sample()
+
+    context.memory.sample = slow  # type: ignore[method-assign]
+    async with context.supervisor.monitor():
+        running = asyncio.create_task(controller.run())
+        await measuring.wait()
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
+        await save_last_step(controller)
+
+    (_, _, filtered) = world.recorder.ledger[1]
+    assert filtered
+    assert all(map(uniform, filtered))
+    assert world.recorder.lines[1]["rollout/filtered_groups"] == len(filtered)
+    assert not set(filtered) & set(world.cursor.state()["returned"])
 
 
 @given(

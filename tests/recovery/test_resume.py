@@ -208,6 +208,32 @@ def test_resume_auto_starts_over_as_given_where_a_run_died_before_its_first_chec
     assert (resumption.finished, resumption.checkpoint, made.trainer.lr) == (False, None, 0.2)
 
 
+ONE = "teacher.urls=[http://a:1]"
+BY_SOURCE = "teacher.urls={arithmetic: [http://a:1]}"
+
+
+@pytest.mark.parametrize(
+    ("begun", "resumed", "accepted"),
+    [
+        (ONE, "teacher.urls=[http://b:1,http://c:1]", True),
+        (ONE, "teacher.urls=null", False),
+        (ONE, BY_SOURCE, False),
+        (BY_SOURCE, "teacher.urls={arithmetic: [http://b:1]}", True),
+        ("steps=8", ONE, False),
+    ],
+)
+def test_a_teacher_may_move_but_not_come_or_go(begun: str, resumed: str, accepted: bool, tmp_path: Path) -> None:
+    """Its term of the loss would, without a word."""
+    run = a_run(tmp_path / "run", "algorithm=dapo", begun, step=4)
+    made = composed(f"resume={run}", "steps=9", resumed)
+    if accepted:
+        apply_resume(made)
+        assert made.teacher.urls != OmegaConf.load(run / SAVED).teacher.urls
+    else:
+        with refused("teacher.urls", None, str(run)):
+            apply_resume(made)
+
+
 def test_an_evaluation_is_no_run_to_resume(tmp_path: Path) -> None:
     run = a_run(tmp_path / "run", "mode=eval")
     with refused("resume", None, str(run), "mode=eval"):
@@ -271,6 +297,17 @@ def test_an_evaluation_on_other_data_takes_the_reward_and_the_sets_of_that_data_
     plain = composed("mode=eval", f"resume={run}", "data=arithmetic")
     apply_evaluation(plain)
     assert (plain.data.name, list(plain.reward.components)) == ("arithmetic", ["exact"])
+
+
+@pytest.mark.parametrize("given", [[], ["data=gsm8k"]])
+def test_an_evaluation_may_add_a_set_of_its_own(given: list[str], tmp_path: Path) -> None:
+    run = a_run(tmp_path / "run", step=4)
+    words = ["+data.eval_sets.mine.path=/x.jsonl", "+data.eval_sets.mine.rows=3", *given]
+    for order in (words, words[::-1]):
+        made = composed("mode=eval", f"resume={run}", *order)
+        apply_evaluation(made)
+        mine = made.data.eval_sets.mine
+        assert (mine.path, mine.rows) == ("/x.jsonl", 3)
 
 
 @pytest.mark.parametrize("named", ["/no/such/run", "the run", "its samples"])

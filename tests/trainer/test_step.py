@@ -9,7 +9,7 @@ import torch
 
 from app.config.algorithm import Aggregation, AlgorithmConfig, Correction, Kl, OldPolicy, RatioLevel
 from app.config.trainer import TrainerConfig
-from app.errors import TrainerError
+from app.errors import RunError, TrainerError
 from app.types import ScoredGroup
 from tests.model.support import relative
 from tests.trainer import plain
@@ -19,6 +19,7 @@ from tests.trainer.support import (
     Result,
     Scenario,
     make_step,
+    parameters,
     play,
     train,
     unreadable,
@@ -160,6 +161,26 @@ def test_an_update_without_finite_gradients_before_a_finite_one_is_counted(
     assert (result.updates, result.metrics["updates/skipped"]) == (1, 1.0)
     second = torch.stack([each.norm() for each in result.gradients[1].values()]).norm().item()
     assert result.metrics["grad_norm"] == result.metrics["grad_norm/max"] == pytest.approx(second, rel=1e-5)
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+def test_parameters_that_no_update_has_changed_keep_their_version(
+    updates: int, path: Path, groups: list[ScoredGroup]
+) -> None:
+    """Otherwise the last step of a run that non-finite gradients end could not be saved."""
+    broken = [replace(each, advantages=each.advantages * float("nan")) for each in groups]
+    scenario = Scenario(
+        replace(GRPO, updates_per_step=updates), broken, trainer=TrainerConfig(lr=1e-3, max_skipped_updates=updates)
+    )
+    step = make_step(path, scenario)
+    before = parameters(step.model)
+    train(step, scenario, version=1)
+    assert step.version == 1
+    with pytest.raises(RunError, match=r"trainer\.max_skipped_updates"):
+        train(step, scenario, version=2)
+    step.abort()
+    assert step.version == 1
+    assert all(torch.equal(value, before[name]) for name, value in parameters(step.model).items())
 
 
 def test_a_step_without_groups_changes_nothing_and_reports_zeros(path: Path) -> None:
