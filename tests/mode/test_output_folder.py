@@ -11,14 +11,10 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf, open_dict
 
-from app.checkpoint.run_state import RunState, write_state
 from app.config import compose as configuration
-from app.config.model import LoraConfig
 from app.errors import RunError
 from app.main import _say_how_to_resume
-from app.mode.inputs import CheckStage, RunInputs
 from app.mode.output_folder import output_folder
-from app.model.hf_directory import identity
 from app.recovery.resume import apply_resume
 from app.recovery.run_lock import run_lock
 from tests.folders import a_run, composed_by_hydra, content, run_app, start_app
@@ -180,20 +176,6 @@ def test_a_run_that_died_before_its_first_checkpoint_starts_over_with_its_record
     assert (run / "notes.txt").read_text() == "not ours"
 
 
-def test_records_stay_where_a_run_goes_on_from_a_checkpoint_that_is_named(tiny_model: Path, tmp_path: Path) -> None:
-    """Although the folder has no latest one: it was moved back by hand, or the run was killed before it was named."""
-    (tmp_path / "go").touch()
-    run = a_run(tmp_path / "run", "steps=9", step=4, reached=4)
-    (run / "checkpoints" / "latest").unlink()
-    inputs = RunInputs(configuration.resolve(composed_by_hydra("steps=9")), CheckStage.start)
-    state = RunState(4, 4, {"cursor": inputs.prompts.train.state()}, identity(tiny_model, LoraConfig()))
-    write_state(run / "checkpoints" / "step_4", state, {})
-    before = (run / "metrics.jsonl").read_bytes()
-    code, text = run_app(f"resume={run}/checkpoints/step_4", cwd=tmp_path, module=HELD)
-    assert code == 0, text
-    assert (run / "metrics.jsonl").read_bytes().startswith(before)
-
-
 @pytest.mark.parametrize("before", ["no run", "no checkpoint", "an older checkpoint"])
 def test_a_run_that_another_process_continued_before_the_lock_was_free_is_left_alone(
     before: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -233,6 +215,23 @@ def test_a_run_that_nobody_changed_is_continued_with_the_settings_it_was_given(
         saved = (run / "config" / "config.yaml").read_text()
     assert "lr: 0.1\n" in saved
     assert "every: 2\n" in saved
+
+
+def test_records_stay_where_a_run_goes_on_from_a_checkpoint_that_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although the folder has no latest one: it was moved back by hand, or the run was killed before it was named."""
+    run = a_run(tmp_path / "run", "steps=9", step=4, reached=4)
+    (run / "checkpoints" / "latest").unlink()
+    composed = composed_by_hydra(f"resume={run}/checkpoints/step_4")
+    apply_resume(composed)
+    monkeypatch.setattr(HydraConfig.instance(), "cfg", composed)
+    job = composed.copy()
+    with open_dict(job):
+        del job["hydra"]
+
+    with output_folder(job, configuration.resolve(job), run):
+        assert [row["step"] for row in metrics(run)] == [1, 2, 3, 4]
 
 
 def test_a_run_that_finished_without_checkpoints_is_left_alone_by_the_same_line(
