@@ -16,11 +16,10 @@ from app.config.model import TINY_PRESETS
 TRAINING = ("path", "_target_", "train_sets")  # settings of `data` that choose the training rows
 NONE = "data.eval_sets={}"
 PRESET = "data=rows"
-REWARDS = {"mbpp": "reward=code"}  # by data whose reward is not that of the presets of models, which they select
 
 
 def with_preset(overrides: Sequence[str]) -> list[str]:
-    """Select `data=rows` where training data of the user's own replaces the preset of a model, and a data's reward.
+    """Select `data=rows` where training data of the user's own replaces the preset of a model.
 
     A tiny model keeps its preset, whose problems come without a chat template.
 
@@ -28,8 +27,6 @@ def with_preset(overrides: Sequence[str]) -> list[str]:
     ['data=rows', 'model=hf', 'data.path=rows.jsonl']
     """
     given = dict(each.lstrip("+").partition("=")[::2] for each in overrides)
-    if given.get("data") in REWARDS and "reward" not in given:
-        overrides = [REWARDS[given["data"]], *overrides]
     own = any(key.startswith(tuple(f"data.{name}" for name in TRAINING)) for key in given)
     model = given.get("model", "tiny")
     if not own or model in TINY_PRESETS or "data" in given or "experiment" in given:

@@ -19,6 +19,7 @@ from app.config.setting import Setting, settings
 WIDTH = 100  # columns
 VALUE_WIDTH = 44  # columns of "key = value"
 INDENT = " " * 6
+FOLDER_BYTES = 150  # of a sweep's job; file systems allow 255
 RUN_ID = secrets.token_hex(3)  # of this process
 
 
@@ -73,12 +74,19 @@ def _shown(value: object) -> str:
 
 def register() -> None:
     """Register the resolvers."""
-    OmegaConf.register_new_resolver("settings_help", settings_help, replace=True)
-    OmegaConf.register_new_resolver("command_name", command_name, replace=True)
-    OmegaConf.register_new_resolver("model_name", model_name, replace=True)
-    OmegaConf.register_new_resolver("run_name", run_name, replace=True)
+    for resolver in (settings_help, command_name, folder_name, model_name, run_name):
+        OmegaConf.register_new_resolver(resolver.__name__, resolver, replace=True)
     # Hydra hands cached values to the jobs of a sweep, so a launcher's processes agree on the sweep's folder.
     OmegaConf.register_new_resolver("run_id", lambda: RUN_ID, replace=True, use_cache=True)
+
+
+def folder_name(text: str) -> str:
+    """Return the overrides of a sweep's job as the name of one folder.
+
+    >>> folder_name("data.path-rows/a.jsonl+seed-0")
+    'data.path-rows-a.jsonl+seed-0'
+    """
+    return re.sub(r"[^\w.+-]+", "-", text).encode()[:FOLDER_BYTES].decode(errors="ignore")
 
 
 def model_name(*, _root_: DictConfig) -> str:

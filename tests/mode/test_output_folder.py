@@ -117,6 +117,21 @@ def test_the_folder_of_an_earlier_sweep_is_refused(tmp_path: Path) -> None:
     assert text.startswith(f"hydra.sweep.dir={tmp_path / 'sweep'} ")
 
 
+def test_each_job_of_a_sweep_has_one_folder_whatever_its_overrides_are(tiny_model: Path, tmp_path: Path) -> None:
+    """Paths have slashes, and a prompt may be longer than the name of a folder."""
+    (tmp_path / "go").touch()
+    sweep = tmp_path / "sweep"
+    long = f"../{'long/' * 80}é"
+    code, text = run_app(
+        "-m", "seed=0,1", f"data.prefix='{long}'", f"hydra.sweep.dir={sweep}", cwd=tmp_path, module=HELD
+    )
+    assert code == 0, text
+    runs = sorted(path.parent for path in tmp_path.rglob("summary.json"))
+    assert [run.name.partition("-")[0] for run in runs] == ["0", "1"]
+    assert {run.parent for run in runs} == {sweep}
+    assert (sweep / "report.html").is_file()
+
+
 @pytest.mark.parametrize("parent", ["outputs/sweeps", "my runs", "a=b,c", 'quoted "twice"', "it's"])
 def test_the_line_that_resumes_a_job_of_a_sweep_is_one_that_hydra_reads(
     parent: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
