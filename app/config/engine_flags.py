@@ -29,6 +29,19 @@ REFUSED = {  # with what is accepted, and why; sources: SGLang 0.5.23
     "rl-on-policy-target": SEED_42,
     # layers/quantization/fp8.py: a processed weight has no loader
     "quantization": "null: quantized weights cannot be loaded a second time, which every weight sync does",
+    "dtype": "null: device.dtype is that of trainer and engines",
+    "random-seed": "null: each engine has one of its own, which follows from seed",
+}
+TENSOR_PARALLEL = "null: rollout.tensor_parallel, or teacher.devices, is its width"
+MODEL = "null: model.path, or teacher.path, names the model"
+OWNED = {  # by settings that the rest of the run follows
+    "model": MODEL,
+    "model-path": MODEL,
+    "tp-size": TENSOR_PARALLEL,
+    "tensor-parallel-size": TENSOR_PARALLEL,
+    "host": "null: the engine's node decides",
+    "port": "null: rollout.port is the port of the first engine",
+    "api-key": "null: each server gets a key of its own",
 }
 REFUSED_ON_CPU = {  # speculative/eagle_utils.py: _verify_uses_greedy
     "speculative-algorithm": "null on a CPU: there SGLang accepts the most likely token whatever the temperature, so "
@@ -48,6 +61,7 @@ def check_engine_flags(key: str, flags: Mapping[str, Any], device: DeviceKind, *
         scores: Whether they only score given tokens, with weights of their own.
     """
     refused = REFUSED_TO_SCORE if scores else REFUSED | (REFUSED_ON_CPU if device is DeviceKind.cpu else {})
+    refused = refused | OWNED
     for name, value in flags.items():
         known = known_flags()
         shown = f"{key}.{name}"

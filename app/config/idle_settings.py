@@ -13,6 +13,7 @@ from app.config.model import TINY_PRESETS
 from app.config.placement import PlacementKind
 from app.config.run import RunConfig
 from app.config.trainer import Optimizer, Schedule
+from app.config.weight_sync import SyncMode
 
 FULL_LR = 1e-6  # of full fine-tuning, as in our presets
 TINY_FULL_LR = 2e-4
@@ -51,6 +52,12 @@ def _rules(run: RunConfig) -> dict[str, tuple[bool, str]]:
         "algorithm.max_refill_rounds": (
             not algorithm.dynamic_sampling and not run.environment.multi_turn,
             "algorithm.dynamic_sampling is false",
+        ),
+        "algorithm.demonstrations_per_step": (run.data.demonstrations is None, "data.demonstrations is null"),
+        "teacher": (not run.teacher.given_by, "there is no teacher: give teacher.path, teacher.urls or teacher.prompt"),
+        "weight_sync.full_every weight_sync.snapshot": (
+            run.weight_sync.mode is SyncMode.full,
+            "weight_sync.mode is full",
         ),
         "trainer.lr_min_fraction": (run.trainer.schedule is Schedule.constant, "trainer.schedule is constant"),
         "trainer.beta1 trainer.beta2": (run.trainer.optimizer is Optimizer.sgd, "trainer.optimizer is sgd"),

@@ -10,6 +10,7 @@ A section of the configuration is a plain dataclass whose fields are declared wi
 """
 
 import copy
+import math
 import types
 from collections.abc import Iterator
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
@@ -33,7 +34,7 @@ NOUNS: dict[object, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The range of a numeric setting. A limit that is None is absent; NaN is outside of every range.
+    """The range of a numeric setting. A limit that is None is absent; NaN and infinity are outside of every range.
 
     >>> Bounds(above=0, at_most=1).phrase
     'above 0 and up to 1'
@@ -48,6 +49,8 @@ class Bounds:
 
     def contains(self, value: float) -> bool:
         """Whether the value is within all limits."""
+        if isinstance(value, float) and not math.isfinite(value):
+            return False
         return (
             (self.at_least is None or value >= self.at_least)
             and (self.above is None or value > self.above)

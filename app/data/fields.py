@@ -7,6 +7,7 @@ Invariants:
 """
 
 import json
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -98,6 +99,10 @@ class FieldMap:
             messages = checked(value, replied=self.replies)
         except WrongMessages as error:
             raise self._error("question", self.question, f"{error} in {place}") from error
+        for message in messages[-1 - self.replies :]:
+            if not (message["content"].strip() or message.get("tool_calls") or self.may_be_blank):
+                accepted = f"messages with text; the last of the role {message['role']} is empty in {place}"
+                raise self._error("question", self.question, accepted)
         for message in messages:
             self._require_unicode("question", self.question, message["content"], place)
         return messages
@@ -117,8 +122,9 @@ class FieldMap:
         if isinstance(value, Missing):
             raise self._error(name, path, f"a field of the rows; {place} has {value.instead}")
 
-        if isinstance(value, bool) or not isinstance(value, str | int | float):
-            kind = "null" if value is None else f"a {type(value).__name__}"
+        nan = isinstance(value, float) and not math.isfinite(value)  # how pandas writes a value that is missing
+        if isinstance(value, bool) or not isinstance(value, str | int | float) or nan:
+            kind = "null" if value is None else "NaN" if nan else f"a {type(value).__name__}"
             raise self._error(name, path, f"a text field; it is {kind} in {place}")
 
         text = str(value)

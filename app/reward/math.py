@@ -31,6 +31,13 @@ WRAPPER = re.compile(r"\\(?:text|math)[a-z]*\s*\{([^{}]*)\}")
 # 2,125 in 2,1250: math-verify reads no further than whole groups of thousands.
 CUT = re.compile(r"(?<![\d,.])\d{1,3}+(?:,\d{3})++(?=,?\d)")
 WORD = re.compile(r"[^\W\d_]{2,}")
+WITH_UNIT = re.compile(r"([-+]?[\d.,/]+)((?: [^\W\d_]{3,}| cm| ft| kg| km| lb| m| mg| mm| oz)+)")
+# numbers and operators, in words
+NOT_UNITS = re.compile(
+    r" (?:and|billion|cubed|dozen|factorial|half|halves|hundred|million|minus|or|over|plus|sqrt|squared|thousand|times|"
+    r"trillion|(?:third|quarter|fourth|fifth|sixth|seventh|eighth|ninth|tenth|hundredth)s?)\b",
+    re.IGNORECASE,
+)
 
 # Notations that math-verify misreads in a box, and the same in LaTeX that it reads.
 REWRITES = (
@@ -67,10 +74,19 @@ def equal(reference: str, text: str) -> bool:
         return answer.casefold() == expected.casefold()
     if _verify(expected, answer):
         return True
+    number, expected_number = _without_unit(answer), _without_unit(expected)
+    if (number == answer) != (expected_number == expected) and _verify(expected_number, number):
+        return True
 
     # After ####, people write "18 dollars": the last number counts. A box holds the answer and nothing else.
     in_words = "\\" not in answer and WORD.search(answer) is not None
     return "\\boxed" not in text and in_words and _verify_last(expected, answer)
+
+
+def _without_unit(answer: str) -> str:
+    """Return the number of `12 dollars`, which as mathematics is 12 times seven variables; else the answer."""
+    found = WITH_UNIT.fullmatch(answer)
+    return found[1] if found and not NOT_UNITS.search(found[2]) else answer
 
 
 def _is_word(answer: str) -> bool:

@@ -46,6 +46,8 @@ def test_the_flags_read_from_its_source_are_those_of_sglangs_own_parser() -> Non
         ("rl-on-policy-target", "fsdp"),
         ("quantization", "fp8"),
         ("preferred-sampling-params", "{}"),
+        ("dtype", "float16"),
+        ("random-seed", 3),
         ("not-a-flag", 1),
         ("quantizatio", "fp8"),  # an abbreviation, which argparse would take
         ("context-length", "bogus"),
@@ -56,6 +58,14 @@ def test_the_flags_read_from_its_source_are_those_of_sglangs_own_parser() -> Non
 def test_a_flag_with_which_training_would_be_wrong_or_fail_is_refused(flag: str, value: object) -> None:
     with refused(f"{KEY}.{flag}", value):
         check_engine_flags(KEY, {flag: value}, DeviceKind.cpu)
+
+
+@pytest.mark.parametrize("scores", [False, True])
+@pytest.mark.parametrize("flag", ["model-path", "tp-size", "tensor-parallel-size", "host", "port", "api-key"])
+def test_a_flag_that_a_setting_decides_is_refused(flag: str, scores: bool) -> None:
+    """A server on another port would be waited for until its deadline."""
+    with refused(f"{KEY}.{flag}", 5, "null: "):
+        check_engine_flags(KEY, {flag: 5}, DeviceKind.cuda, scores=scores)
 
 
 def test_flags_that_are_off_or_right_are_accepted() -> None:

@@ -41,6 +41,8 @@ RUNNABLE = sorted(path for group in ("experiment", "sweep", "model", "algorithm"
 MODELS = sorted({path.stem for path in (CONF / "model").glob("*.yaml")} - {"hf"})
 PLACEMENTS = ["colocate", "fully_async"]
 
+QWEN = "experiment=cuda1_colocate_4b"
+
 SIZES = {"prompts_per_step", "group_size"}
 PUBLISHED: dict[str, dict[str, Any]] = {
     "grpo": {
@@ -417,3 +419,22 @@ def test_every_job_of_a_sweep_composes(name: str) -> None:
 def test_the_optuna_sweep_composes_where_its_plugin_is_installed() -> None:
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
     assert sweep("optuna").hydra.sweeper.n_trials == 12
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reward"),
+    [
+        ([QWEN], "math"),
+        ([QWEN, "data=mbpp"], "code"),
+        ([QWEN, "data=rows", "data.path=rows.jsonl"], "math"),
+        ([QWEN, "data=mbpp", "reward=exact"], "exact"),
+        ([QWEN, "data=mbpp", "environment=openenv", "environment.url=ws://here"], "environment"),
+        (["data=gsm8k"], "math"),
+        ([], "exact"),
+    ],
+)
+def test_the_data_selects_the_reward_unless_the_environment_or_the_command_line_does(
+    overrides: list[str], reward: str
+) -> None:
+    """As composed: a job of a sweep, or an experiment of the user's, has no command line that could be rewritten."""
+    assert [*composed(*overrides).reward.components] == [reward]

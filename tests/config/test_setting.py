@@ -30,8 +30,8 @@ def configured(key: str, value: object) -> RunConfig:
 
 
 def outside(bounds: Bounds) -> list[float]:
-    """A value just outside of each limit, and NaN."""
-    values = [math.nan]
+    """A value just outside of each limit, NaN and infinity."""
+    values = [math.nan, math.inf]
     if bounds.at_least is not None:
         values.append(bounds.at_least - 1)
     if bounds.at_most is not None:

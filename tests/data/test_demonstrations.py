@@ -177,6 +177,15 @@ def test_the_stream_drops_and_counts_demonstrations_with_a_long_prompt(
     assert [prompt.question for prompt in stream.prompts] == ["1+1="]
 
 
+def test_a_demonstration_has_the_context_of_a_training_row(jsonl: Callable[..., str]) -> None:
+    """A reply to a question without its tests would be imitated."""
+    path = jsonl({"question": "Write f", "tests": ["assert f()"], "answer": "def f(): ..."})
+    config = DataConfig(name="mine", path=path, eval_path=path, demonstrations=path, context="tests")
+    (asked,) = {row.question for row in rows.load(config).train}
+    (imitated,) = {row.question for row in rows.demonstrations(config)}
+    assert asked == imitated == "Write f\n\nassert f()"
+
+
 @pytest.mark.parametrize(
     ("row", "key"),
     [
@@ -184,6 +193,7 @@ def test_the_stream_drops_and_counts_demonstrations_with_a_long_prompt(
         ({"messages": TURN[1:]}, "data.question"),
         ({"messages": [TURN[1], TURN[1]]}, "data.question"),
         ({"messages": [*TURN, {"role": "assistant", "content": [{"type": "image"}]}]}, "data.question"),
+        ({"messages": [*TURN, TURN[0], {"role": "assistant", "content": " "}]}, "data.question"),
         ({"messages": "1+1="}, "data.answer"),
     ],
 )

@@ -135,6 +135,8 @@ WRONG: list[tuple[list[Any], str]] = [
     ([{"role": "user", "content": 3}], "that of message 1 is int"),
     ([user("q"), {"role": "user", "content": [{"type": "image", "url": "x"}]}], "part of type image"),
     ([user("\ud800")], "unpaired surrogate"),
+    ([user("q"), user(" \n")], "the last of the role user is empty"),
+    ([{"role": "user", "content": []}], "the last of the role user is empty"),
 ]
 
 

@@ -199,6 +199,7 @@ NESTED = {"prompt": [{"content": "q"}], "answer": "a"}
         ({**GOOD, "answer": "7 \ud800"}, {}, "answer", "surrogate '\\ud800'"),
         ({**GOOD, "question": None}, {}, "question", "it is null"),
         ({**GOOD, "question": [1]}, {}, "question", "it is a list"),
+        ({**GOOD, "answer": float("nan")}, {}, "answer", "it is NaN"),
         ({**GOOD, "question": {"a": 1}}, {}, "question", "it is a dict"),
         ({**GOOD, "question": True}, {}, "question", "it is a bool"),
         ({**GOOD, "answer": "1"}, {"answer_after": "####"}, "answer_after", "row 1"),

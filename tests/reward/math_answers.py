@@ -49,6 +49,18 @@ UNITS = [
     ),
     Graded("5", right=[r"\boxed{5 \text{ apples}}", r"\boxed{5 \mathrm{~cm}}", r"\boxed{5 apples}", "#### 5km"]),
     Graded("5", wrong=[r"\boxed{6\text{ cm}}"]),
+    Graded(
+        "12",
+        right=[r"\boxed{12 dollars}", r"\boxed{12 people}", r"\boxed{12 square feet}", r"\boxed{12 cups}"],
+        wrong=[
+            r"\boxed{13 dollars}",
+            r"\boxed{12 or more}",
+            r"\boxed{12 thousand}",
+            r"\boxed{12 xy}",
+            r"\boxed{x dollars}",
+        ],
+    ),
+    Graded("12 dollars", right=[r"\boxed{12}", r"\boxed{12 dollars}"], wrong=[r"\boxed{13}", r"\boxed{12 cents}"]),
     Graded(r"5 \text{ cm}", right=[r"\boxed{5}"]),
     Graded("25", right=[r"\boxed{25\text{ cm}^2}"]),
     Graded("60", right=[r"\boxed{60 \text{ mph}}", "#### 60 minutes in 1 hour"]),
@@ -188,6 +200,12 @@ DIFFERENT = {  # where math-verify's verdict is not ours: ours is the human's
         ("12.5", r"\boxed{12.50\%}"),
         (r"33\frac{1}{3}\%", r"\boxed{\frac{100}{3}\%}"),
         (r"33\frac{1}{3}\%", r"\boxed{\frac{1}{3}}"),
+    ],
+    "`12 dollars` is 12": [
+        ("12", r"\boxed{12 dollars}"),
+        ("12", r"\boxed{12 people}"),
+        ("12", r"\boxed{12 cups}"),
+        ("12 dollars", r"\boxed{12}"),
     ],
     r"`12\,345` and `12 345` are 12345, not 12 + 345": [
         ("1234567", r"\boxed{1\,234\,567}"),

@@ -116,6 +116,19 @@ def test_a_test_that_needs_several_values_or_an_object_of_the_program_gets_them(
     assert passed(sandbox, program, {"test_list": tests}) == len(tests) - 1
 
 
+def test_a_test_that_draws_its_inputs_draws_the_same_again(sandbox: Sandbox) -> None:
+    """As HumanEval's 38: the test is played again for each value that it needs."""
+    check = (
+        "import random\n"
+        "def check(candidate):\n"
+        "    for _ in range(4):\n"
+        "        drawn = random.randint(0, 10**9)\n"
+        "        assert candidate(drawn, 1) == drawn + 1\n"
+    )
+    row = {"test": check, "entry_point": "add"}
+    assert [passed(sandbox, program, row) for program in (RIGHT, HALF)] == [1, 0]
+
+
 def test_values_of_pythons_plain_types_come_back_as_they_are(sandbox: Sandbox) -> None:
     values: list[Any] = [
         *(None, True, -7, 10**30, 0.1, float("inf"), "ä\n'\"\ud83d", b"\x00\xff", 1 - 2j, (), (1, (2,))),
@@ -158,6 +171,8 @@ def test_the_forms_of_published_rows_are_run(sandbox: Sandbox) -> None:
         ({"test": check, "entry_point": "add"}, RIGHT, 1),
         ({"test": check, "entry_point": "add"}, HALF, 0),
         ({"inputs": ["1 2"], "outputs": ["3"]}, script, 1),
+        ({"inputs": ["1 2"], "outputs": ["3"]}, f"{script}exit()", 1),
+        ({"inputs": ["1 2"], "outputs": ["3"]}, f"{script}quit(1)", 0),
     ]
     for row, program, expected in rows:
         assert passed(sandbox, program, row) == expected, (row, program)
@@ -169,6 +184,12 @@ def test_the_columns_tell_the_form_and_what_cannot_be_read_is_refused() -> None:
     assert read_tests({"inputs": [["1", "2"]], "outputs": ["3"]}) == Stdin([("1\n2", "3")])
     assert read_tests({"inputs": "[[1, 2]]", "outputs": "[3]", "fn_name": "a.b"}) == Calls("b", [([1, 2], 3)])
 
+    form = {"fn_name": "f"}
+    assert read_tests({**form, "inputs": ["[1, 2]\n4"], "outputs": ["6"]}) == Calls("f", [([[1, 2], 4], 6)])
+    assert read_tests({**form, "inputs": ['"abc"'], "outputs": ['"cba"']}) == Calls("f", [(["abc"], "cba")])
+    as_text = json.dumps({**form, "inputs": [["123"], ["a"]], "outputs": ["321", "a"]})
+    assert read_tests({"input_output": as_text}) == Calls("f", [(["123"], "321"), (["a"], "a")])
+
     evil = base64.b64encode(zlib.compress(pickle.dumps(os.getcwd))).decode()
     refused_rows: list[tuple[dict[str, Any], str]] = [
         ({"question": "?", "answer": "!"}, "answer, question"),
@@ -177,6 +198,7 @@ def test_the_columns_tell_the_form_and_what_cannot_be_read_is_refused() -> None:
         ({"inputs": ["1"], "outputs": []}, "1 inputs"),
         ({"input_output": "{"}, "JSONDecodeError"),
         ({"inputs": ["1"], "outputs": ["1"], "fn_name": "f()"}, "f()"),
+        ({"inputs": [5], "outputs": [5], "fn_name": "f"}, "5 are no list"),
         ({"public_test_cases": "[]", "private_test_cases": evil}, "getcwd"),
     ]
     for row, why in refused_rows:

@@ -143,7 +143,7 @@ def _parquet(file: Path, key: str) -> Records:
             kept = columns(table.schema_arrow)
             left_out = [name for name in table.schema_arrow.names if name not in kept]
             yield from numbered(table.iter_batches(batch_size=BATCH_ROWS, columns=kept), str(file), left_out)
-    except (OSError, UnicodeDecodeError, pyarrow.ArrowException) as error:
+    except (OSError, ValueError, OverflowError, pyarrow.ArrowException) as error:  # a date may be beyond Python's
         raise ConfigError(key, str(file), f"a readable Parquet file ({brief(error)})") from error
 
 

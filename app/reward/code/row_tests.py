@@ -123,9 +123,18 @@ def _pairs(value: Mapping[str, Any]) -> Tests:
     if len(inputs) != len(outputs):
         raise ValueError(f"{len(inputs)} inputs, {len(outputs)} outputs")
     if value.get("fn_name"):
-        calls = [(_json(each), _json(expected)) for each, expected in zip(inputs, outputs, strict=True)]
+        calls = [_call(each, expected) for each, expected in zip(inputs, outputs, strict=True)]
         return Calls(_identifier(value["fn_name"]), calls)
     return Stdin([(_lines(each), _lines(expected)) for each, expected in zip(inputs, outputs, strict=True)])
+
+
+def _call(given: Any, expected: Any) -> tuple[Sequence[Any], Any]:
+    """Read the arguments of a call and its result: a list and a value, or text of JSON, one argument a line."""
+    if isinstance(given, str):
+        return [json.loads(line) for line in given.split("\n") if line.strip()], json.loads(expected)
+    if not isinstance(given, list):
+        raise ValueError(f"the arguments {given!r} are no list")
+    return given, expected
 
 
 def _live_code_bench(row: Mapping[str, Any]) -> Tests:
@@ -134,8 +143,7 @@ def _live_code_bench(row: Mapping[str, Any]) -> Tests:
         return Stdin([(str(each["input"]), str(each["output"])) for each in cases])
 
     name = _identifier((_json(row.get("metadata")) or {})["func_name"])
-    arguments = [[json.loads(line) for line in each["input"].split("\n") if line.strip()] for each in cases]
-    return Calls(name, [(given, json.loads(each["output"])) for given, each in zip(arguments, cases, strict=True)])
+    return Calls(name, [_call(each["input"], each["output"]) for each in cases])
 
 
 def _private(value: Any) -> Sequence[Mapping[str, Any]]:

@@ -14,6 +14,7 @@ It imports little, since its start is most of the time that a short program take
 
 from __future__ import annotations
 
+import builtins
 import os
 import sys
 from _json import encode_basestring_ascii as quote  # the package `json` takes as long to import as all else
@@ -141,6 +142,7 @@ def main() -> None:
     if job["limits"]:
         confine(job["limits"])
 
+    builtins.exit = builtins.quit = sys.exit  # of the module `site`, which is not loaded
     operations = job["operations"]
     module = type(sys)("__main__" if operations is None else "solution")
     sys.modules[module.__name__] = module
