@@ -1,6 +1,6 @@
-"""How groups travel to the trainer ranks: numbers only, as tuples, which pickle in a third of the time.
+"""How groups travel to the trainer ranks: what `make_samples` reads, as tuples, which pickle in a third of the time.
 
-The driver pickles every group of a run. A rank needs no text, no row of the data and no score, so they stay behind.
+The driver pickles every group of a run. A rank needs no text, row, score, reward or version, so they stay behind.
 Arrays travel out of band, without a copy.
 """
 
@@ -9,105 +9,60 @@ from typing import Any
 
 import numpy as np
 
-from app import types
+from app.types import (
+    Completion,
+    Ending,
+    Episode,
+    FinishReason,
+    Group,
+    Prompt,
+    ScoredGroup,
+    TokenSequence,
+    Trajectory,
+)
 
 Row = tuple[Any, ...]
 
 
 class Packed:
-    """Groups that are unpickled as a list of `ScoredGroup` with what `TrainStep` reads; the rest is empty."""
+    """Groups that are unpickled as a list of `ScoredGroup` with what `make_samples` reads; the rest is empty."""
 
-    def __init__(self, groups: Sequence[types.ScoredGroup]):
+    def __init__(self, groups: Sequence[ScoredGroup]):
         self.groups = groups
 
     def __reduce__(self) -> tuple[Any, ...]:
         return unpack, ([_group_row(scored) for scored in self.groups],)
 
 
-def unpack(rows: Sequence[Row]) -> list[types.ScoredGroup]:
+def unpack(rows: Sequence[Row]) -> list[ScoredGroup]:
     """Return the groups of `Packed`."""
     return [_group(*row) for row in rows]
 
 
-def _group_row(scored: types.ScoredGroup) -> Row:
+def _group_row(scored: ScoredGroup) -> Row:
     prompt = scored.group.prompt
-    # Nearly always the group's own prompt, which is sent once.
-    members = [
-        (None if each.prompt is prompt else _prompt_row(each.prompt), each.reward, *_sampled_rows(each))
-        for each in scored.group.trajectories
+    members = [_member_row(trajectory) for trajectory in scored.group.trajectories]
+    return prompt.id, prompt.token_ids, scored.advantages, members
+
+
+def _member_row(trajectory: Trajectory) -> Row:
+    last, episode = trajectory.completion, trajectory.episode
+    sequences = episode and [
+        (each.token_ids, each.sampled, each.logprobs, each.teacher_logprobs) for each in episode.sequences
     ]
-    return _prompt_row(prompt), scored.advantages, members
+    return trajectory.truncated, (last.token_ids, last.logprobs, last.teacher_logprobs), sequences
 
 
-def _prompt_row(prompt: types.Prompt) -> Row:
-    return prompt.id, prompt.token_ids, prompt.source
+def _group(prompt_id: str, token_ids: np.ndarray, advantages: np.ndarray, members: Sequence[Row]) -> ScoredGroup:
+    prompt = Prompt(prompt_id, token_ids, "", "")
+    return ScoredGroup(Group(prompt, tuple(_trajectory(prompt, *member) for member in members)), advantages)
 
 
-def _sampled_rows(trajectory: types.Trajectory) -> tuple[Row, Row | None]:
-    """Return the rows of the completion and of the episode; a single turn has none."""
-    completion = trajectory.completion
-    spans = _span_rows(completion.spans)
-    row = (
-        completion.token_ids,
-        completion.logprobs,
-        completion.finish_reason.value,
-        spans,
-        completion.teacher_logprobs,
-    )
-    if trajectory.episode is None:
-        return row, None
-
-    sequences = [
-        (
-            sequence.token_ids,
-            sequence.sampled,
-            sequence.logprobs,
-            _span_rows(sequence.spans),
-            sequence.teacher_logprobs,
-        )
-        for sequence in trajectory.episode.sequences
-    ]
-    return row, (sequences, trajectory.episode.ending.value)
-
-
-def _span_rows(spans: Sequence[types.VersionSpan]) -> Row:
-    return tuple((span.version, span.start, span.end) for span in spans)
-
-
-def _group(prompt_row: Row, advantages: np.ndarray, members: Sequence[Row]) -> types.ScoredGroup:
-    prompt = _prompt(prompt_row)
-    trajectories = tuple(
-        types.Trajectory(
-            prompt if own_prompt is None else _prompt(own_prompt),
-            _completion(*completion),
-            "",
-            reward,
-            episode=None if episode is None else _episode(*episode),
-        )
-        for own_prompt, reward, completion, episode in members
-    )
-    return types.ScoredGroup(types.Group(prompt, trajectories), advantages)
-
-
-def _prompt(row: Row) -> types.Prompt:
-    prompt_id, token_ids, source = row
-    return types.Prompt(prompt_id, token_ids, "", source)
-
-
-def _completion(
-    token_ids: np.ndarray, logprobs: np.ndarray, reason: str, spans: Row, teacher: np.ndarray | None
-) -> types.Completion:
-    finished = types.FinishReason(reason)
-    return types.Completion(token_ids, logprobs, finished, _spans(spans), teacher_logprobs=teacher)
-
-
-def _episode(sequences: Sequence[Row], ending: str) -> types.Episode:
-    made = tuple(
-        types.TokenSequence(token_ids, sampled, logprobs, _spans(spans), teacher)
-        for token_ids, sampled, logprobs, spans, teacher in sequences
-    )
-    return types.Episode(made, (), types.Ending(ending), {}, {})
-
-
-def _spans(rows: Row) -> tuple[types.VersionSpan, ...]:
-    return tuple(types.VersionSpan(*row) for row in rows)
+def _trajectory(prompt: Prompt, truncated: bool, completion: Row, sequences: Sequence[Row] | None) -> Trajectory:
+    token_ids, logprobs, teacher = completion
+    reason, ending = (FinishReason.length, Ending.length) if truncated else (FinishReason.stop, Ending.stop)
+    last = Completion(token_ids, logprobs, reason, (), teacher_logprobs=teacher)
+    if sequences is None:
+        return Trajectory(prompt, last, "")
+    made = tuple(TokenSequence(*arrays, (), teacher) for *arrays, teacher in sequences)
+    return Trajectory(prompt, last, "", episode=Episode(made, (), ending, {}, {}))

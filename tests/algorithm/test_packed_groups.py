@@ -3,7 +3,6 @@
 import pickle
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from app.algorithm.packed_groups import Packed
@@ -25,14 +24,12 @@ def sent(groups: list[ScoredGroup]) -> tuple[list[ScoredGroup], bytes, list[pick
 def numbers(sample: Sample) -> list[object]:
     sequence = sample.sequence
     arrays = (sequence.token_ids, sequence.sampled, sequence.logprobs)
-    rest = (sample.advantage, sample.weight, sample.key, sample.trajectory_tokens, sequence.spans)
+    rest = (sample.advantage, sample.weight, sample.key, sample.trajectory_tokens)
     return [*((array.dtype, array.tolist()) for array in arrays), *rest]
 
 
 @pytest.mark.parametrize("name", GROUPS)
-def test_a_rank_makes_the_samples_that_the_driver_would_make_and_sees_versions_rewards_and_truncation(
-    name: str,
-) -> None:
+def test_a_rank_makes_the_samples_that_the_driver_would_make(name: str) -> None:
     groups = GROUPS[name]
     received, _, _ = sent(groups)
     for mask_truncated in (False, True):
@@ -40,14 +37,6 @@ def test_a_rank_makes_the_samples_that_the_driver_would_make_and_sees_versions_r
         made = make_samples(received, mask_truncated=mask_truncated)
         assert list(map(numbers, made)) == list(map(numbers, wanted))
         assert len(made) >= 5
-
-    for arrived, original in zip(received, groups, strict=True):
-        assert arrived.group.prompt.id == original.group.prompt.id
-        np.testing.assert_array_equal(arrived.group.rewards, original.group.rewards)
-        assert arrived.advantages.tolist() == original.advantages.tolist()
-        for one, other in zip(arrived.group.trajectories, original.group.trajectories, strict=True):
-            seen = [(each.oldest_version, each.truncated, each.tokens) for each in (one, other)]
-            assert seen[0] == seen[1]
 
 
 def test_texts_stay_behind_and_arrays_travel_beside_the_pickle() -> None:
@@ -59,15 +48,6 @@ def test_texts_stay_behind_and_arrays_travel_beside_the_pickle() -> None:
     assert [each.text for each in members_of(arrived[0])] == [""] * 8
     assert len(arrays) == 1 + 1 + 2 * 8  # the prompt once, the advantages, tokens and log-probabilities
     assert sum(buffer.raw().nbytes for buffer in arrays) >= 8 * 12 * 8
-
-
-def test_a_trajectory_keeps_a_prompt_of_its_own() -> None:
-    (scored,) = scored_groups(1, size=2)
-    first, second = members_of(scored)
-    own = replace(first.prompt, token_ids=np.array([7, 8, 9], dtype=np.int32))
-    (arrived,), _, _ = sent([replace(scored, group=Group(scored.group.prompt, (first, replace(second, prompt=own))))])
-    prompts = [each.prompt.token_ids.tolist() for each in members_of(arrived)]
-    assert prompts == [first.prompt.token_ids.tolist(), [7, 8, 9]]
 
 
 def members_of(scored: ScoredGroup) -> tuple:
