@@ -64,5 +64,5 @@ def _trajectory(prompt: Prompt, truncated: bool, completion: Row, sequences: Seq
     last = Completion(token_ids, logprobs, reason, (), teacher_logprobs=teacher)
     if sequences is None:
         return Trajectory(prompt, last, "")
-    made = tuple(TokenSequence(*arrays, (), teacher) for *arrays, teacher in sequences)
+    made = tuple(TokenSequence(ids, sampled, own, (), teacher) for ids, sampled, own, teacher in sequences)
     return Trajectory(prompt, last, "", episode=Episode(made, (), ending, {}, {}))

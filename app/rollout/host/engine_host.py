@@ -48,11 +48,6 @@ class EngineHost:
         self._released: set[EngineMemory] = set()
 
     async def start(self) -> dict[str, Any]:
-        """Start the server, or connect to the running one, and wait until it is healthy.
-
-        Returns:
-            Its `url`, SGLang's `version`, and the `pid` of its process group (None for a running server).
-        """
         info = await self._connection.start()
         client = self._connection.client()
         self._connection.watch(stall(client, self._requests.progress, self._sampling, self.spec.stall_timeout_s))
@@ -61,7 +56,6 @@ class EngineHost:
         return {"url": client.url, "version": str(info.get("version", "")), "pid": self._connection.pid}
 
     async def start_phase(self) -> EngineStart:
-        """Return what `start` does now."""
         return self._connection.start_phase
 
     async def stop(self) -> None:
@@ -71,7 +65,6 @@ class EngineHost:
         await self._connection.stop()
 
     async def generate(self, request: GroupRequest) -> list[Completion]:
-        """Sample the completions of one prompt. Waits while the engine drains or is paused."""
         self._connection.client()  # raises the failure
         await self._requests.admit(request)
         with self._adapter_for_request() as adapter:
@@ -81,7 +74,6 @@ class EngineHost:
         return await asyncio.to_thread(self._decoded, completions)
 
     async def pause(self, in_flight: InFlight) -> None:
-        """Stop sampling. Later requests wait for `resume`: a paused engine may hold weights of two policies."""
         if self._paused:
             return
         self._requests.begin_pause()
@@ -98,7 +90,6 @@ class EngineHost:
             self._requests.paused_in_place()
 
     async def resume(self) -> None:
-        """Continue sampling."""
         if self._paused:
             await self._connection.control("/continue_generation", {})
             self._paused = False
@@ -107,11 +98,9 @@ class EngineHost:
         self._requests.admit_again()
 
     async def abort(self, prompt_ids: Sequence[str] | None = None) -> None:
-        """Abort the requests of these prompts, or all requests (None)."""
         await self._requests.abort(prompt_ids)
 
     async def release(self, region: EngineMemory) -> None:
-        """Free a region's device memory; its content is lost. The engine must be paused and idle."""
         if len(self._requests) or not self._paused:
             raise EngineError(
                 f"{self.spec.name}: {region.name} cannot be released before the engine is paused and idle"
@@ -125,33 +114,27 @@ class EngineHost:
             self._released.add(region)
 
     async def reload(self, region: EngineMemory) -> None:
-        """Allocate a released region again. The content of weights is undefined until the next sync."""
         if region in self._released:
             if self.spec.releases_memory:
                 await self._connection.control("/resume_memory_occupation", {"tags": [MEMORY_TAGS[region]]})
             self._released.discard(region)
 
     async def update(self, route: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Forward one request of a weight update to the server and return its reply."""
         return await self._connection.post(f"/{route}", body)
 
     async def load_adapter(self, version: int, body: Mapping[str, Any]) -> int:
-        """Load the adapter of a policy version for every later request. Returns the adapters that are loaded now."""
         self._connection.client()  # raises the failure
         if self._adapters is None:
             raise EngineError(f"{self.spec.name} serves no adapters: model.lora.rank is 0")
         return await self._connection.race(self._adapters.load(version, body))
 
     async def stats(self) -> EngineStats:
-        """Return the groups in flight and the completion tokens so far, as of the last report of the server."""
         return self._requests.stats
 
     async def memory(self) -> MemoryUse:
-        """Return the memory of this process and of the server's processes."""
         return memory_use([os.getpid(), *self._connection.processes])
 
     async def check(self) -> None:
-        """Raise `EngineLost` if the server died or its scheduler does not answer. Works on a paused engine too."""
         await self._connection.check()
 
     def _make_adapters(self, url: str, info: Mapping[str, Any]) -> "Adapters":

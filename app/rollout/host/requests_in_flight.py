@@ -96,7 +96,10 @@ class RequestsInFlight:
             await self._connection.race(asyncio.sleep(IDLE_POLL_S))
 
     def begin_pause(self) -> None:
-        """Admit nothing from now on. The KV cache of everything sampled so far is not used by later requests."""
+        """Admit nothing from now on: a paused engine may hold weights of two policies.
+
+        The KV cache of everything sampled so far is not used by later requests.
+        """
         self._admitting.clear()
         self._pauses += 1
 
