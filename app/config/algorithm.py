@@ -120,6 +120,7 @@ class AlgorithmConfig:
         "Upper clip: the ratio is clamped to at most 1 + clip_high, in DAPO 0.28; with dppo, how far a probability may "
         "rise.",
         at_least=0,
+        infinite=True,
     )
     sapo_tau_positive: float = setting(1.0, "Steepness of SAPO's gate where the advantage is positive.", above=0)
     sapo_tau_negative: float = setting(1.05, "Steepness of SAPO's gate where the advantage is negative.", above=0)
@@ -127,6 +128,7 @@ class AlgorithmConfig:
         None,
         "Bound the loss of a negative advantage A by dual_clip · |A| (dual clip, arXiv 1912.09729); null disables it.",
         above=1,
+        infinite=True,
     )
     aggregation: Aggregation = setting(
         Aggregation.seq_mean_token_mean,
@@ -155,19 +157,27 @@ class AlgorithmConfig:
         "Importance weight for the mismatch of trainer and rollout policy; auto is tis where staleness can be above 0 "
         "and the old policy is the trainer's, else none.",
     )
-    tis_max: float = setting(2.0, "Upper bound of the truncated importance weight (correction=tis).", above=0)
+    tis_max: float = setting(
+        2.0, "Upper bound of the truncated importance weight (correction=tis).", above=0, infinite=True
+    )
     icepop_low: float = setting(0.5, "Token weights below this are set to 0 (correction=icepop).", above=0)
-    icepop_high: float = setting(5.0, "Token weights above this are set to 0 (correction=icepop).", above=0)
+    icepop_high: float = setting(
+        5.0, "Token weights above this are set to 0 (correction=icepop).", above=0, infinite=True
+    )
     kpop_threshold: float = setting(
         0.1,
         "Weights of tokens whose binary KL, in either direction, is above this are set to 0 (correction=kpop).",
         above=0,
+        infinite=True,
     )
     sequence_mask_low: float = setting(
         0.99, "Sequences whose mean weight is below this are masked (correction=sequence_mask).", above=0
     )
     sequence_mask_high: float = setting(
-        1.001, "Sequences whose mean weight is above this are masked (correction=sequence_mask).", above=0
+        1.001,
+        "Sequences whose mean weight is above this are masked (correction=sequence_mask).",
+        above=0,
+        infinite=True,
     )
     overlong_buffer_fraction: float = setting(
         0.0,

@@ -34,7 +34,7 @@ NOUNS: dict[object, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The range of a numeric setting. A limit that is None is absent; NaN and infinity are outside of every range.
+    """The range of a numeric setting. A limit that is None is absent; NaN is outside of every range.
 
     >>> Bounds(above=0, at_most=1).phrase
     'above 0 and up to 1'
@@ -46,10 +46,11 @@ class Bounds:
     above: float | None = None
     at_most: float | None = None
     below: float | None = None
+    infinite: bool = False  # whether infinity is inside, where there is no upper limit
 
     def contains(self, value: float) -> bool:
         """Whether the value is within all limits."""
-        if isinstance(value, float) and not math.isfinite(value):
+        if isinstance(value, float) and not (math.isfinite(value) or (self.infinite and value == math.inf)):
             return False
         return (
             (self.at_least is None or value >= self.at_least)
@@ -97,6 +98,7 @@ def setting(
     at_most: float | None = None,
     below: float | None = None,
     noun: str | None = None,
+    infinite: bool = False,
 ) -> T:
     """Declare a field of a section.
 
@@ -108,8 +110,9 @@ def setting(
         at_most: Inclusive upper limit.
         below: Exclusive upper limit.
         noun: Accepted values in words, where the type does not say enough: "a number of seconds".
+        infinite: Whether infinity is accepted, as no limit.
     """
-    metadata = {"help": help, "bounds": Bounds(at_least, above, at_most, below), "noun": noun}
+    metadata = {"help": help, "bounds": Bounds(at_least, above, at_most, below, infinite), "noun": noun}
 
     if isinstance(default, list | dict):
         return field(default_factory=lambda: copy.copy(default), metadata=metadata)

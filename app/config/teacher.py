@@ -47,7 +47,7 @@ class TeacherConfig:
         "Weight of the reverse KL: a token's advantage is reduced by this times log policy - log teacher.",
         above=0,
     )
-    clip: float = setting(10.0, "Bound of log policy - log teacher of a token, in nats.", above=0)
+    clip: float = setting(10.0, "Bound of log policy - log teacher of a token, in nats.", above=0, infinite=True)
     max_requests: int = setting(64, "Sequences being scored at a time, over all servers.", at_least=1)
     timeout_s: float = setting(120.0, "Deadline of a request.", above=0, noun=SECONDS)
     retries: int = setting(

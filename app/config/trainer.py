@@ -56,7 +56,7 @@ class TrainerConfig:
     weight_decay: float = setting(0.1, "Decoupled weight decay.", at_least=0)
     beta1: float = setting(0.9, "AdamW's decay rate of the first moment.", at_least=0, below=1)
     beta2: float = setting(0.98, "AdamW's decay rate of the second moment.", at_least=0, below=1)
-    max_grad_norm: float = setting(1.0, "The gradient norm is clipped to this.", above=0)
+    max_grad_norm: float = setting(1.0, "The gradient norm is clipped to this.", above=0, infinite=True)
     tokens_per_microbatch: int = setting(
         8192,
         "Prompt and completion tokens per rank in one forward-backward pass; a longer trajectory gets its own.",

@@ -100,7 +100,8 @@ class FieldMap:
         except WrongMessages as error:
             raise self._error("question", self.question, f"{error} in {place}") from error
         for message in messages[-1 - self.replies :]:
-            if not (message["content"].strip() or message.get("tool_calls") or self.may_be_blank):
+            says = message["content"].strip() or message.get("tool_calls") or message["role"] == "tool"
+            if not says and not self.may_be_blank:
                 accepted = f"messages with text; the last of the role {message['role']} is empty in {place}"
                 raise self._error("question", self.question, accepted)
         for message in messages:

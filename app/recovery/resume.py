@@ -34,6 +34,7 @@ NEVER = "never"
 AUTO = "auto"
 SAVED = Path(CONFIG) / "config.yaml"
 RESULTS = (metrics_file.NAME, "parity.json")  # a folder with one of them holds a run
+TEACHER = "teacher.urls"
 RESUMABLE = (
     "steps",
     "epochs",
@@ -51,7 +52,7 @@ RESUMABLE = (
     "teacher.max_requests",
     "teacher.retries",
     "teacher.timeout_s",
-    "teacher.urls",
+    TEACHER,
     "rollout.memory_fraction",
     "rollout.max_inflight_groups",
     "rollout.port",
@@ -122,7 +123,6 @@ def apply_resume(composed: DictConfig) -> Resumption:
         return _without_checkpoint(composed, saved, folder, notes)
 
     notes = (*notes, *_take_over(composed, saved, folder, RESUMABLE))
-    _require_same_teacher(composed, saved, folder)
     checkpoint = _readable(resume, folder)
     if checkpoint is None:
         return Resumption(notes)
@@ -152,10 +152,11 @@ def _require_same_teacher(composed: DictConfig, saved: DictConfig, folder: Path)
     def taught(urls: Any) -> set[str] | bool:
         return {str(source) for source in urls} if isinstance(urls, Mapping) else bool(urls)
 
-    urls = composed.teacher.urls
-    if taught(urls) != taught(saved.teacher.urls):
-        accepted = f"other servers in the form of {override('teacher.urls', saved.teacher.urls)}"
-        raise ConfigError("teacher.urls", urls, accepted, f"the loss of the run in {folder} keeps its terms")
+    given, kept = composed.teacher.urls, saved.teacher.urls
+    if taught(given) != taught(kept):
+        accepted = "servers of the same teachers" if kept else "null"
+        why = f"the run in {folder} has teacher.urls={yaml_text(OmegaConf.to_container(saved.teacher)['urls'])}"
+        raise ConfigError(TEACHER, given, accepted, why)
 
 
 def apply_evaluation(composed: DictConfig) -> Resumption:
@@ -289,6 +290,8 @@ def _take_over(composed: DictConfig, saved: DictConfig, folder: Path, changeable
             OmegaConf.update(composed, key, value, merge=False)
         if "steps" in given and "epochs" not in given:
             composed.epochs = None
+    if TEACHER in changeable:
+        _require_same_teacher(composed, saved, folder)
     return notes
 
 

@@ -32,10 +32,11 @@ WRAPPER = re.compile(r"\\(?:text|math)[a-z]*\s*\{([^{}]*)\}")
 CUT = re.compile(r"(?<![\d,.])\d{1,3}+(?:,\d{3})++(?=,?\d)")
 WORD = re.compile(r"[^\W\d_]{2,}")
 WITH_UNIT = re.compile(r"([-+]?[\d.,/]+)((?: [^\W\d_]{3,}| cm| ft| kg| km| lb| m| mg| mm| oz)+)")
-# numbers and operators, in words
+# numbers, operators and letters, in words
 NOT_UNITS = re.compile(
-    r" (?:and|billion|cubed|dozen|factorial|half|halves|hundred|million|minus|or|over|plus|sqrt|squared|thousand|times|"
-    r"trillion|(?:third|quarter|fourth|fifth|sixth|seventh|eighth|ninth|tenth|hundredth)s?)\b",
+    r" (?:alpha|and|beta|cubed|delta|epsilon|factorial|gamma|half|halves|lambda|minus|omega|or|over|phi|plus|psi|rho|"
+    r"sigma|sqrt|squared|tau|theta|times|(?:billion|dozen|hundred|million|thousand|trillion)(?:th)?s?|"
+    r"(?:third|quarter|fourth|fifth|sixth|seventh|eighth|ninth|tenth)s?)\b",
     re.IGNORECASE,
 )
 

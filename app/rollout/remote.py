@@ -36,6 +36,7 @@ class RemoteEngine:
     def __init__(self, name: str, actor: Any):
         self.name = name
         self.actor = actor
+        self._ended = False
 
     async def start(self, timeout_s: float) -> dict[str, Any]:
         seconds = timeout_s + START_GRACE_S
@@ -56,6 +57,9 @@ class RemoteEngine:
 
     async def end(self) -> None:
         """Stop the server, then kill the host process, in any state."""
+        if self._ended:
+            return
+        self._ended = True
         try:
             await asyncio.wait_for(self.stop(), END_TIMEOUT_S)
         except (RunError, TimeoutError) as error:

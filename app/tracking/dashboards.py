@@ -49,7 +49,10 @@ def open_dashboard(name: str, options: DashboardOptions) -> Any:
     """
     if name in BUILT_IN:
         return resolve(BUILT_IN[name])(options)
-    return resolve_own(name)(options, **options.args)
+    own = resolve_own(name)(options, **options.args)
+    if not callable(getattr(own, "log", None)):
+        raise TypeError(f"{name} returned {type(own).__name__}, which has no method log")
+    return own
 
 
 def abandon_dashboard(name: str) -> None:

@@ -31,7 +31,7 @@ def configured(key: str, value: object) -> RunConfig:
 
 def outside(bounds: Bounds) -> list[float]:
     """A value just outside of each limit, NaN and infinity."""
-    values = [math.nan, math.inf]
+    values = [math.nan] if bounds.infinite else [math.nan, math.inf]
     if bounds.at_least is not None:
         values.append(bounds.at_least - 1)
     if bounds.at_most is not None:
@@ -41,8 +41,9 @@ def outside(bounds: Bounds) -> list[float]:
 
 
 def inside(bounds: Bounds) -> list[float]:
-    """Each inclusive limit, and a value just inside of each exclusive limit."""
-    values = [limit for limit in (bounds.at_least, bounds.at_most) if limit is not None]
+    """Each inclusive limit, a value just inside of each exclusive limit, and infinity where it means no limit."""
+    values = [math.inf] if bounds.infinite else []
+    values += [limit for limit in (bounds.at_least, bounds.at_most) if limit is not None]
     if bounds.above is not None:
         values.append(bounds.above + 1e-6)
     if bounds.below is not None:

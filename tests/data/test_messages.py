@@ -149,6 +149,12 @@ def test_messages_that_cannot_be_a_prompt_are_refused_with_their_row(
         rows.load(config_of(path))
 
 
+def test_a_tool_may_return_nothing(jsonl: Jsonl) -> None:
+    path = jsonl({"prompt": [user("q"), {"role": "tool", "content": ""}], "answer": "a"})
+    (row,) = rows.load(config_of(path)).train
+    assert row.question == ""
+
+
 def test_parts_of_text_are_joined(jsonl: Jsonl, model: Any) -> None:
     parts = {"role": "user", "content": [{"type": "text", "text": "1+"}, {"type": "text", "text": "1="}]}
     found = prompts(config_of(jsonl(*[{"prompt": [parts], "answer": "2"}] * 2)), model)

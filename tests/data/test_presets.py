@@ -152,6 +152,6 @@ def test_training_sets_and_paths_are_set_on_the_command_line() -> None:
 
 
 def test_a_custom_reward_its_arguments_and_entries_of_mappings_need_no_plus() -> None:
-    config = composed("reward._target_=my_rewards.short", "reward.args.limit=200", "rollout.engine_args.dtype=half")
+    config = composed("reward._target_=my_rewards.short", "reward.args.limit=200", "rollout.engine_args.page-size=16")
     assert (config.reward._target_, config.reward.args) == ("my_rewards.short", {"limit": 200})
-    assert config.rollout.engine_args == {"dtype": "half"}
+    assert config.rollout.engine_args == {"page-size": 16}

@@ -55,7 +55,7 @@ UNITS = [
         wrong=[
             r"\boxed{13 dollars}",
             r"\boxed{12 or more}",
-            r"\boxed{12 thousand}",
+            r"\boxed{12 thousands}",
             r"\boxed{12 xy}",
             r"\boxed{x dollars}",
         ],

@@ -117,7 +117,7 @@ def test_a_test_that_needs_several_values_or_an_object_of_the_program_gets_them(
 
 
 def test_a_test_that_draws_its_inputs_draws_the_same_again(sandbox: Sandbox) -> None:
-    """As HumanEval's 38: the test is played again for each value that it needs."""
+    """It is played again for each value that it needs."""
     check = (
         "import random\n"
         "def check(candidate):\n"

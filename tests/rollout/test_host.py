@@ -74,6 +74,7 @@ class Posts(SilentClient):
 
     def __init__(self) -> None:
         self.answer = asyncio.Event()
+        self.asked = asyncio.Event()
         self.sampled: list[tuple[str, str]] = []
 
     async def post(self, route: str, *_: object, **__: object) -> dict[str, Any]:
@@ -83,6 +84,7 @@ class Posts(SilentClient):
 
     async def generate(self, request: GroupRequest, *_: object, cache_key: str, **__: object) -> list[object]:
         self.sampled.append((request.prompt_id, cache_key))
+        self.asked.set()
         return await super().generate()
 
 
@@ -105,8 +107,9 @@ async def test_a_request_during_a_pause_waits_and_does_not_reuse_the_cache_from_
     await asyncio.sleep(0.01)
     assert [name for name, _ in client.sampled] == ["before"]
 
+    client.asked.clear()
     await host.resume()
-    await asyncio.sleep(0.01)
+    await asyncio.wait_for(client.asked.wait(), 30)
     (_, first), (name, second) = client.sampled
     assert (name, first != second) == ("during", True)
     during.cancel()

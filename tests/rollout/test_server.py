@@ -92,12 +92,6 @@ def test_on_a_cpu_an_engine_caches_what_its_requests_can_need(
     assert flags.get("max-total-tokens") == tokens
 
 
-def test_engine_args_may_fix_the_seed_of_every_engine() -> None:
-    config = composed("seed=3", "+rollout.engine_args.random-seed=11")
-    flags = [engine_flags(config, device_of(config.device.kind), index=index) for index in range(2)]
-    assert [each["random-seed"] for each in flags] == [11, 11]
-
-
 def test_engines_of_neighboring_runs_have_different_seeds() -> None:
     seeds = {engine_seed(seed, index, restarts) for seed in range(4) for index in range(8) for restarts in range(4)}
     assert len(seeds) == 4 * 8 * 4
