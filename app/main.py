@@ -9,6 +9,7 @@ import os
 import shutil
 import sys
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from app.config.arguments import check_arguments, named_values
 from app.config.command_line import command, override, versions
 from app.config.own_data import with_preset
 from app.errors import FAILED_EXIT, ConfigError, Interrupted, RunError, echo, exit_code, expect
-from app.mode import NOT_GIVEN, WRITES, ModeResult, run_mode
+from app.mode import NOT_GIVEN, PREVIEWS, WRITES, ModeResult, run_mode
 from app.recovery.run_lock import FolderInUse
 from app.run_report import RunReport, report, reports
 from app.utils.files import disk_errors, require_writable
@@ -47,6 +48,8 @@ compose.register()
 class Validate(Callback):
     """Rejects a configuration before its output folder exists; runs the modes that have no folder of their own."""
 
+    job_failed = False  # of a sweep, in this process
+
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
         try:
             self._start(config)
@@ -57,20 +60,21 @@ class Validate(Callback):
             raise SystemExit(FAILED_EXIT) from None
 
     def _start(self, composed: DictConfig) -> None:
+        mode = _mode(composed, composed.hydra.overrides.task)
         config = compose.resolve(composed)
         HydraConfig.instance().set_config(composed)  # hydra.run.dir may contain ${hydra:…}
         given = _given_folder(composed)
         require_text("hydra.run.dir", given, "a folder")
         require_text("tracking.project", config.tracking.project, "a name")
-        if config.mode is Mode.plan and (sentence := compose.replaced_settings(composed)):
+        if mode is Mode.plan and (sentence := compose.replaced_settings(composed)):
             echo(sentence)
-        if config.mode in (Mode.plan, Mode.doctor):
+        if mode in PREVIEWS:
             from app.recovery.resume import apply_preview
 
             apply_preview(composed)
             config = compose.resolve(composed)
-        if config.mode not in WRITES:
-            result = run_mode(config, Path(given))
+        if mode not in WRITES:
+            result = run_mode(mode, config, Path(given))
             _report(result, None if given == NOT_GIVEN else given)
             raise SystemExit(result.exit_code)
 
@@ -108,6 +112,8 @@ class Validate(Callback):
             echo("\n".join(lines))
         elif all(file.name == "multirun.yaml" for file in folder.rglob("*") if file.is_file()):
             shutil.rmtree(folder, ignore_errors=True)  # plans write nothing; the folder and this file are Hydra's
+        if self.job_failed:
+            raise SystemExit(FAILED_EXIT)
 
 
 @hydra.main(version_base="1.3", config_path=conf_path(), config_name="config")
@@ -116,6 +122,7 @@ def main(composed: DictConfig) -> float:
     multirun = HydraConfig.get().mode is RunMode.MULTIRUN
     folder = Path(HydraConfig.get().runtime.output_dir)
     try:
+        mode = _mode(composed, HydraConfig.get().overrides.task)
         config = compose.resolve(composed)
         if multirun:
             expect(config.resume == "never", "resume", config.resume, "never in a sweep, whose jobs all start anew")
@@ -124,14 +131,14 @@ def main(composed: DictConfig) -> float:
 
                 preflight(config)
                 composed.steps = config.steps
-        result = _run(composed, config, folder)
+        result = _run(mode, composed, config, folder)
     except (RunError, ConfigError) as error:
-        if FULL_ERROR_REQUESTED:
-            raise
+        _print_traceback(error)
         echo(error)
         if not isinstance(error, FolderInUse):
             _say_how_to_resume(folder)
         if multirun and not isinstance(error, Interrupted):
+            Validate.job_failed = True
             return -math.inf  # the sweep continues; Optuna would end the study on NaN
         report(RunReport(str(folder), exit_code=exit_code(error), error=error.args))
         raise SystemExit(exit_code(error)) from None
@@ -160,32 +167,45 @@ def cli() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(FAILED_EXIT) from None
     except (RunError, HydraException, OmegaConfBaseException) as error:  # the first: Hydra could not make the folder
-        if FULL_ERROR_REQUESTED:
-            raise
         raise _ended_by(error) from None
 
 
 def _ended_by(error: RunError | HydraException | OmegaConfBaseException) -> SystemExit:
     """Write why the command ends before it has run anything, and return its exit."""
+    _print_traceback(error)
     ended = error if isinstance(error, ConfigError | RunError) else compose.config_error(error)
     echo(ended)
     report(RunReport(exit_code=exit_code(ended), error=ended.args))
     return SystemExit(exit_code(ended))
 
 
+def _print_traceback(error: Exception) -> None:
+    """Write the traceback of an error that is told in one sentence, where HYDRA_FULL_ERROR=1 asks for it."""
+    if FULL_ERROR_REQUESTED:
+        traceback.print_exception(error)
+
+
 def _report(result: ModeResult, folder: Path | str | None) -> None:
     report(RunReport(None if folder is None else str(folder), result.metric, result.exit_code))
 
 
-def _run(composed: DictConfig, config: RunConfig, folder: Path) -> ModeResult:
+def _mode(composed: DictConfig, overrides: Sequence[str]) -> Mode:
+    """Return the mode that is run. A preview of `mode=sft` (`mode=sft … mode=plan`) sees the mode that it previews."""
+    mode: Mode = composed.mode
+    if mode in PREVIEWS and f"mode={Mode.sft.name}" in overrides:
+        composed.mode = Mode.sft
+    return mode
+
+
+def _run(mode: Mode, composed: DictConfig, config: RunConfig, folder: Path) -> ModeResult:
     """Run the mode, in its folder if it writes."""
-    if config.mode not in WRITES:
-        return run_mode(config, folder)
+    if mode not in WRITES:
+        return run_mode(mode, config, folder)
 
     from app.mode.output_folder import output_folder
 
     with disk_errors(), output_folder(composed, config, folder):
-        return run_mode(config, folder)
+        return run_mode(mode, config, folder)
 
 
 def _apply_resume(composed: DictConfig, config: RunConfig) -> Path | None:

@@ -84,7 +84,8 @@ case $present in
 esac
 
 echo "Setting up .venv for $device (once; some minutes and several GB) ..." >&2
-[ -x .venv/bin/python ] || run "$python" -m venv .venv
+# --clear: an attempt that was interrupted leaves a Python without pip
+.venv/bin/python -m pip --version > /dev/null 2>&1 || run "$python" -m venv --clear .venv
 "install_$device"
 install --no-deps --editable .
 run .venv/bin/python -m compileall -qq -j 0 .venv/lib || true # on all cores, unlike pip; some files are of other Pythons

@@ -22,7 +22,7 @@ from typing import Any
 from app.checkpoint.folder import latest
 from app.checkpoint.manager import CheckpointManager
 from app.checkpoint.run_state import RunState, lora_of, read_intact, read_state
-from app.config import RunConfig
+from app.config import Mode, RunConfig
 from app.config.command_line import DISTRIBUTION, command, override
 from app.config.device import Dtype
 from app.config.model import LoraConfig, ModelConfig
@@ -163,7 +163,8 @@ def model_card(run: Path, source: Path, step: int, *, adapter: bool = False) -> 
     hub_base = base if base and not is_path(base) and not ModelConfig(path=base).local.exists() else None
     hub_data = data if isinstance(data, str) and is_remote(data) and not Path(data).exists() else None
     base_name = hub_base or (Path(base).name if base else config.get("model.name", source.name))
-    algorithm = config.get("algorithm.name", "RL")
+    imitated = config.get("mode") == Mode.sft.name
+    algorithm = Mode.sft.name if imitated else config.get("algorithm.name", "RL")
 
     base_card = (source / CARD).read_text(encoding="utf-8") if (source / CARD).is_file() else ""
     front = ModelCardData(
@@ -171,7 +172,7 @@ def model_card(run: Path, source: Path, step: int, *, adapter: bool = False) -> 
         datasets=[hub_data] if hub_data else None,
         library_name="peft" if adapter else "transformers",
         pipeline_tag="text-generation",
-        tags=[algorithm, "reinforcement-learning", *(["lora"] if adapter else [])],
+        tags=[algorithm, *([] if imitated else ["reinforcement-learning"]), *(["lora"] if adapter else [])],
         **dict(LICENSE.findall(base_card.partition("\n---")[0])),
     )
     facts = {"base model": base_name, "steps": step, **_settings(config), **_evaluations(run, step)}

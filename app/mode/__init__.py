@@ -20,13 +20,16 @@ class ModeResult:
 WRITES = {Mode.train, Mode.sft, Mode.eval, Mode.parity}  # get a folder of their own
 
 
-def run_mode(config: RunConfig, folder: Path) -> ModeResult:
-    """Run `config.mode`: its module is imported here, since plan must load neither torch nor Ray.
+PREVIEWS = {Mode.plan, Mode.doctor}  # of a run with the same settings
+
+
+def run_mode(mode: Mode, config: RunConfig, folder: Path) -> ModeResult:
+    """Run a mode: its module is imported here, since plan must load neither torch nor Ray.
 
     A mode that does not write runs before Hydra makes a folder: `folder` is the run that `hydra.run.dir` names.
 
     Raises:
         ConfigError, RunError: By the mode.
     """
-    result: ModeResult = importlib.import_module(f"app.mode.{config.mode.value}").run(config, folder)
+    result: ModeResult = importlib.import_module(f"app.mode.{mode.value}").run(config, folder)
     return result

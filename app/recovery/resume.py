@@ -188,7 +188,10 @@ def apply_preview(composed: DictConfig) -> None:
     resume = str(composed.resume)
     folder = _run_dir(composed) if resume in (NEVER, AUTO) else _folder_of(resume)
     if resume != NEVER and (folder / SAVED).is_file():
-        _take_over(composed, _saved(folder), folder, (*RESUMABLE, *EVALUABLE))
+        saved = _saved(folder)
+        _take_over(composed, saved, folder, (*RESUMABLE, *EVALUABLE))
+        if saved.mode is Mode.sft:
+            composed.mode = Mode.sft
 
 
 def evaluated(resume: str) -> tuple[Path, Path]:

@@ -86,6 +86,9 @@ class RunFolderRecorder:
         moved = aside.set_later_aside(self.folder, step)
         self._metrics = metrics_file.MetricsFile(self.folder / metrics_file.NAME)
         self.timeline.load(self.folder)
+        self._alarms = Alarms(max_staleness=self.config.placement.max_staleness)
+        for row in metrics_file.read(self.folder / metrics_file.NAME):
+            self._alarms.check(row["step"], row)
 
         self._summary.reset()
         self._add_recorded()

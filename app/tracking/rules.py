@@ -300,7 +300,7 @@ class Alarms:
         self._quiet_until: dict[str, int] = {}
         self._quiet_steps = dict.fromkeys(RULES, QUIET_STEPS)
 
-    def check(self, step: int, metrics: Mapping[str, float]) -> dict[str, str]:
+    def check(self, step: int, metrics: Mapping[str, float | None]) -> dict[str, str]:
         """Add a step and return the alarms that it raises: name of the rule → problem and advice."""
         self._history.add(metrics)
         problems = {

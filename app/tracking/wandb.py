@@ -72,6 +72,7 @@ class WeightsAndBiases:
         _renew_media_folder()
         self._progress.opened(run_id)
         self._sent = -1  # the last step; lost if the helper process is killed before it has written it
+        self._resumed_at = options.resumed_at
         if options.resumed_at is not None:
             # Online the server names the first step that it lacks; offline it is 0.
             self._progress.held = max(self._progress.held, self._run.starting_step - 1)
@@ -82,6 +83,8 @@ class WeightsAndBiases:
         if step > self._progress.held:
             self._run.log(dict(metrics), step=step)
             self._sent = step
+        elif step == self._resumed_at:  # an evaluation that was interrupted: its step can get no more points
+            self._run.summary.update(dict(metrics))
 
     def _warn_about_kept_steps(self, options: DashboardOptions, resumed_at: int) -> None:
         last = self._progress.held

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.bench.machine import spread
-from tests.bench.real_models import SIDES
+from tests.bench.real_models import LORA_SIDES, SIDES
 from tests.docs.markdown import ROOT
 
 RESULTS = ROOT / "tests" / "bench" / "results"
@@ -254,8 +254,15 @@ def end_to_end() -> str:
 
 
 def real_models() -> str:
-    result = load("real_models")
-    sides = [side for side in SIDES if side in result]
+    return sides_of_real_models(load("real_models"), SIDES)
+
+
+def real_models_lora() -> str:
+    return sides_of_real_models(load("real_models_lora"), LORA_SIDES)
+
+
+def sides_of_real_models(result: Mapping[str, Any], all_sides: Sequence[str]) -> str:
+    sides = [side for side in all_sides if side in result]
     table = header(result["model"], *RUN_COLUMN_TITLES)
     for side in sides:
         table += row(f"`{side}`", *(number(result[side][name], digits) for name, digits in RUN_COLUMNS.items()))
@@ -269,15 +276,15 @@ def real_models() -> str:
         f"Memory over TRL's: {sizes}. Counted steps a round: {result['steps']}. "
         f"{load_sentence(result, tuple(sides))}"
     )
-    missing = [side for side in SIDES if side not in sides]
+    missing = [side for side in all_sides if side not in sides]
     text += f" Not measured: {', '.join(missing)}." if missing else ""
     return f"{table}\n{textwrap.fill(text, 128)}\n"
 
 
 def over_trl_alike(rounds: Sequence[Mapping[str, Any]], side: str) -> dict[str, float]:
-    """The tokens/s of a side over those of TRL in the same dtype in the same round."""
-    dtype = side.split()[1]
-    return spread((each[side]["tokens_per_second"] / each[f"trl {dtype}"]["tokens_per_second"] for each in rounds), 2)
+    """The tokens/s of a side over those of TRL in the same dtype, both with adapters or without, in the same round."""
+    trl = f"trl {side.partition(' ')[2]}"
+    return spread((each[side]["tokens_per_second"] / each[trl]["tokens_per_second"] for each in rounds), 2)
 
 
 def ratios_of_sides(ratios: Mapping[str, Mapping[str, float]]) -> str:
@@ -409,6 +416,10 @@ def missed() -> str:
             if side in speeds
         ]
 
+    if (RESULTS / "real_models_lora.json").exists():
+        sizes = load("real_models_lora")["peak_pss_mib_over_trls_better_dtype"]
+        at_most.append(("adapters of Qwen2.5-0.5B over TRL with PEFT, memory", sizes["colocate float32 lora"], 1.0))
+
     found = [
         f"- {name}: {median(value, '.3g')}, target at most {target}\n"
         for name, value, target in at_most
@@ -441,6 +452,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
         trainer,
         end_to_end,
         real_models,
+        real_models_lora,
         learning,
         learning_real,
         gsm8k,

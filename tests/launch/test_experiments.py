@@ -103,7 +103,7 @@ def test_kubernetes_takes_the_nodes_that_a_run_needs() -> None:
         }
         assert pod["containers"][0]["envFrom"] == [{"secretRef": {"name": "keys", "optional": True}}]
         assert pod["volumes"][0]["persistentVolumeClaim"] == {"claimName": "disk"}
-    assert [cluster["workerGroupSpecs"][0][key] for key in ("replicas", "minReplicas")] == [1, 1]
+    assert [cluster["workerGroupSpecs"][0][key] for key in ("replicas", "minReplicas", "maxReplicas")] == [1, 1, 1]
     assert "model.path=/storage/Qwen3.5-9B" in job["spec"]["entrypoint"].split()
     assert job["metadata"]["name"] == "mine"
 

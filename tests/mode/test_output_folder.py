@@ -132,6 +132,20 @@ def test_each_job_of_a_sweep_has_one_folder_whatever_its_overrides_are(tiny_mode
     assert (sweep / "report.html").is_file()
 
 
+def test_a_sweep_with_a_failed_job_says_so_to_its_caller(tmp_path: Path) -> None:
+    code, text = run_app("-m", "seed=0,1", "data.path=/no/such.jsonl", cwd=tmp_path)
+    assert (code, text.count("data.path=/no/such.jsonl is not accepted")) == (1, 2)
+
+
+@pytest.mark.parametrize("words", [["algorithm.group_sizes=3"], ["algorithm.group_size=1"]])
+def test_a_traceback_on_request_changes_no_exit_code(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    code, text = run_app(*words, cwd=tmp_path)
+    assert (code, "Traceback" in text) == (2, True)
+
+
 @pytest.mark.parametrize("parent", ["outputs/sweeps", "my runs", "a=b,c", 'quoted "twice"', "it's"])
 def test_the_line_that_resumes_a_job_of_a_sweep_is_one_that_hydra_reads(
     parent: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -15,6 +15,7 @@ from app.mode.inputs import CheckStage, RunInputs
 from app.model.hf_directory import identity
 from app.placement.controller import CURSOR, DEMONSTRATIONS
 from tests.compose import composed
+from tests.folders import run_app
 from tests.refusals import refused
 from tests.runs import Run
 from tests.tiny_models.make import Recipe
@@ -39,6 +40,16 @@ def steps_of(run: Run) -> list[dict[str, Any]]:
     machine = ("time/", "memory/", "checkpoint/", "trainer/tokens_per_second")
     lines = [line for line in run.metrics() if "time/step" in line]
     return [{name: value for name, value in line.items() if not name.startswith(machine)} for line in lines]
+
+
+@pytest.mark.parametrize("preview", ["plan", "doctor"])
+def test_a_preview_of_a_supervised_run_reads_its_rows(preview: str, rows: str, tmp_path: Path) -> None:
+    """The launchers append it to the words of the run."""
+    words = ["mode=sft", f"data.path={rows}", f"data.eval_path={rows}", *CHAT, "data.answer=null"]
+    code, text = run_app(*words, f"mode={preview}", cwd=tmp_path)
+    assert code == 0, text
+    code, text = run_app(*words[1:], f"mode={preview}", cwd=tmp_path)
+    assert code != 0, text
 
 
 def test_a_supervised_run_starts_no_engine_and_a_resumed_one_is_the_same(

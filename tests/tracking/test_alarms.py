@@ -1,10 +1,14 @@
+import json
 import re
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from app.config import RunConfig
 from app.config.compose import setting_names
+from app.tracking.recorder import RunFolderRecorder
 from app.tracking.report.checks import PHASES
 from app.tracking.rules import RULES, Alarms
 
@@ -102,3 +106,18 @@ def test_all_settings_named_in_advice_exist() -> None:
 )
 def test_what_may_be_meant_raises_no_alarm(changes: dict[str, float]) -> None:
     assert run([*healthy(15), *[{**HEALTHY, **changes}] * 10], max_staleness=1) == []
+
+
+def test_a_resumed_run_remembers_its_steps(tmp_path: Path) -> None:
+    """The entropy of its beginning is compared with, and an alarm that was set aside is raised again."""
+    collapsed = {**HEALTHY, "entropy": 0.01}
+    with RunFolderRecorder(RunConfig(), tmp_path) as recorder:
+        for step, metrics in enumerate([*healthy(12), HEALTHY], start=1):
+            recorder.log(step, metrics)
+    for _ in range(2):
+        with RunFolderRecorder(RunConfig(), tmp_path) as recorder:
+            recorder.resume(12)
+            for step in range(13, 23):
+                recorder.log(step, collapsed)
+        texts = [json.loads(line)["text"] for line in (tmp_path / "logs" / "warnings.jsonl").read_text().splitlines()]
+        assert len([text for text in texts if "entropy" in text.casefold()]) == 1, texts

@@ -13,7 +13,7 @@ from app.config import RunConfig
 from app.mode.report import end_sweep
 from app.tracking import clearml, dashboard, number_format, prometheus
 from app.tracking.report import comparison
-from app.tracking.report.comparison import compare, spread
+from app.tracking.report.comparison import compare, short_names, spread
 from app.tracking.report.data import RunData
 
 
@@ -105,6 +105,11 @@ def test_means_cover_the_finished_runs_of_a_setting_and_the_best_comes_first() -
     assert spread(groups[("1",)], "eval/accuracy_best") == (pytest.approx(0.7), pytest.approx(0.02**0.5))
     assert spread(groups[("2",)], "eval/accuracy_best") == (0.5, None)
     assert spread(groups[("1",)], "total/seconds") == (None, None)
+
+
+def test_folders_named_by_dates_keep_their_names() -> None:
+    folders = ["2025-12-31_23-59-00_a", "2026-01-01_00-01-00_b"]
+    assert short_names([a_run(folder, {}) for folder in folders]) == folders
 
 
 def test_one_seed_each_has_no_means() -> None:

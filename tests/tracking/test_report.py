@@ -22,6 +22,7 @@ from app.tracking.report.charts import charts
 from app.tracking.report.checks import Tone, learning_check, rule_checks, rules_check, time_check
 from app.tracking.report.page import write_report
 from app.types import SYNC_PHASES
+from tests.compose import composed
 from tests.tracking.records import episode_group, group, metrics
 
 VOID = {"meta", "link", "input", "br", "hr", "img"}
@@ -323,5 +324,30 @@ def test_without_an_evaluation_learning_is_judged_by_the_reward_and_phase_overla
             recorder.log(step, {"reward/mean": step / 10, **times})
     run = report_data.read_run(tmp_path)
     assert learning_check(run).answer == "Yes"
-    assert "Mean reward went from 0.15 (first fifth) to 0.95 (last fifth)" in learning_check(run).explanation
+    assert "Reward went from 0.15 (first fifth) to 0.95 (last fifth)" in learning_check(run).explanation
     assert "generate 90%, train 80%, sync 1%, other 0% (phases overlap)" in time_check(run).explanation
+
+
+@pytest.mark.parametrize(("losses", "answer"), [([2.0, 1.5, 1.2, 1.0, 0.9], "Yes"), ([1.0] * 5, "Not visibly")])
+def test_a_supervised_run_is_judged_by_its_cross_entropy_and_named_so(
+    losses: list[float], answer: str, tmp_path: Path
+) -> None:
+    config = composed("mode=sft", "eval.every=0")
+    with RunFolderRecorder(config, tmp_path) as recorder:
+        for step, loss in enumerate(losses, start=1):
+            recorder.log(step, {"loss/ce": loss, "time/step": 1.0})
+    (tmp_path / "config").mkdir()
+    OmegaConf.save(OmegaConf.structured(config), tmp_path / "config/config.yaml")
+    run = report_data.read_run(tmp_path)
+    assert learning_check(run).answer == answer
+    assert run.label.split(" · ")[1] == "sft"
+
+
+def test_learning_is_judged_by_all_evaluations_of_a_long_run(tmp_path: Path) -> None:
+    """Its curves are averages over steps."""
+    with RunFolderRecorder(RunConfig(), tmp_path) as recorder:
+        for step in range(1, 2001):
+            recorder.log(step, {"reward/mean": 0.0})
+            recorder.log_eval(step, {"eval": {"accuracy": 0.9 if step == 1000 else 0.2 + 0.0001 * step}})
+    check = learning_check(report_data.read_run(tmp_path))
+    assert check.explanation.startswith("Held-out accuracy went from 20.0% to 40.0% (best 90.0%)")

@@ -37,6 +37,16 @@ def test_offline_keeps_history_config_and_run_id_across_a_resume_although_proces
     assert (first.exit_codes, second.exit_codes) == ([0], [0])
 
 
+def test_an_evaluation_that_was_interrupted_is_in_the_summary(tmp_path: Path) -> None:
+    """Its step was confirmed before it, and can get no more points."""
+    with process_reaper():
+        record(CONFIG, tmp_path, (1, 2))
+    with process_reaper(), RunFolderRecorder(CONFIG, tmp_path) as recorder:
+        recorder.resume(2)
+        recorder.log_eval(2, {"eval": {"accuracy": 0.75}})
+    assert recorded(tmp_path)[1].summary["eval/accuracy"] == 0.75
+
+
 KILLED = """
 import sys, time
 from pathlib import Path

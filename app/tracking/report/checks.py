@@ -56,18 +56,16 @@ def learning_check(run: RunData) -> Check:
     if len(accuracy) >= 2:
         return Check(question, *_accuracy_change(accuracy))
 
-    reward = run.values("reward/mean")
-    if len(reward) < 4:
+    what, values = ("Cross-entropy", run.values("loss/ce")) if run.imitates else ("Reward", run.values("reward/mean"))
+    if len(values) < 4:
         return Check(question, "Too early", "There are too few steps to tell.", Tone.plain)
 
-    fifth = max(1, len(reward) // 5)
-    first = fmean(reward[:fifth])
-    last = fmean(reward[-fifth:])
-    spread = max(fmean(abs(value - last) for value in reward[-fifth:]), 1e-9)
-    explanation = (
-        f"Mean reward went from {first:.3g} (first fifth) to {last:.3g} (last fifth). There was no evaluation."
-    )
-    if last - first > spread:
+    fifth = max(1, len(values) // 5)
+    first = fmean(values[:fifth])
+    last = fmean(values[-fifth:])
+    spread = max(fmean(abs(value - last) for value in values[-fifth:]), 1e-9)
+    explanation = f"{what} went from {first:.3g} (first fifth) to {last:.3g} (last fifth). There was no evaluation."
+    if (first - last if run.imitates else last - first) > spread:
         return Check(question, "Yes", explanation, Tone.good)
     return Check(question, "Not visibly", explanation, Tone.warning)
 

@@ -199,7 +199,7 @@ def seed_table(comparison: Comparison) -> Table | None:
         return None
 
     settings = comparison.labels[: len(comparison.settings)]
-    text = [[*settings, "seeds", *TITLES]]
+    text = [[*settings, "runs", *TITLES]]
     numbers: list[list[object]] = [
         [*comparison.settings, "runs", *(f"{name}/{part}" for name in NAMES for part in ("mean", "std"))]
     ]
@@ -227,6 +227,6 @@ def screen(comparison: Comparison) -> list[str]:
 
 def short_names(runs: Sequence[RunData]) -> list[str]:
     """Return the job numbers, which the folders of a sweep begin with; the folders' names if there are none."""
-    numbers = [match.group() for run in runs if (match := re.match(r"\d+(?=-|$)", run.folder.name))]
+    numbers = [match.group() for run in runs if (match := re.match(r"\d+(?=-\D|$)", run.folder.name))]
     unique = len(numbers) == len(runs) == len(set(numbers))
     return numbers if unique else folder_names(runs)

@@ -42,7 +42,12 @@ class RunData:
 
     def values(self, name: str) -> list[float]:
         """Return the measured values of a metric, in step order."""
-        return [value for value in self.series.get(name, ()) if value is not None]
+        return [value for row in self.rows if (value := row.get(name)) is not None]
+
+    @property
+    def imitates(self) -> bool:
+        """Whether this is a run of `mode=sft`."""
+        return bool(self.config.get("mode") == Mode.sft.name)
 
     @property
     def is_evaluation(self) -> bool:
@@ -51,8 +56,8 @@ class RunData:
 
     @property
     def label(self) -> str:
-        """Model · algorithm · placement · device."""
-        keys = ("model.name", "algorithm.name", "placement.kind", "device.kind")
+        """Model · algorithm, or sft · placement · device."""
+        keys = ("model.name", "mode" if self.imitates else "algorithm.name", "placement.kind", "device.kind")
         return " · ".join(str(self.config[key]) for key in keys if key in self.config) or self.folder.name
 
     @property
