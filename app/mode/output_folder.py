@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -70,7 +71,17 @@ def save_configuration(composed: DictConfig, folder: Path) -> None:
     config.mkdir(exist_ok=True)
     replace_file(config / "hydra.yaml", OmegaConf.to_yaml(HydraConfig.instance().cfg))
     replace_file(config / "overrides.yaml", OmegaConf.to_yaml(HydraConfig.get().overrides.task))
-    replace_file(config / "config.yaml", OmegaConf.to_yaml(composed, resolve=True))
+    raw, resolved = (OmegaConf.to_container(composed, resolve=resolve, enum_to_str=True) for resolve in (False, True))
+    replace_file(config / "config.yaml", OmegaConf.to_yaml(_without_environment(raw, resolved)))
+
+
+def _without_environment(raw: Any, resolved: Any) -> Any:
+    """Return resolved settings, but references to environment variables, which may be secrets, as they were given."""
+    if isinstance(raw, dict):
+        return {key: _without_environment(value, resolved[key]) for key, value in raw.items()}
+    if isinstance(raw, list):
+        return [_without_environment(*pair) for pair in zip(raw, resolved, strict=True)]
+    return raw if isinstance(raw, str) and "${oc.env:" in raw else resolved
 
 
 def _require_unchanged(composed: DictConfig, folder: Path) -> None:

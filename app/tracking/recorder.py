@@ -24,7 +24,7 @@ from app.tracking import dashboards
 from app.tracking.console import RunConsole
 from app.tracking.dashboard import DashboardOptions
 from app.tracking.rules import Alarms
-from app.tracking.run_folder import PROMPTS, WARNINGS, aside, metrics_file, samples, summary, timeline
+from app.tracking.run_folder import CONFIG, PROMPTS, WARNINGS, aside, metrics_file, samples, summary, timeline
 from app.tracking.run_folder.samples import Decode
 from app.tracking.run_folder.summary import Status, Summary
 from app.types import Group
@@ -284,7 +284,11 @@ class RunFolderRecorder:
 
     def _options(self, name: str) -> DashboardOptions:
         tracking = self.config.tracking
-        plain = OmegaConf.to_container(OmegaConf.structured(self.config), enum_to_str=True)
+        saved = (
+            self.folder / CONFIG / "config.yaml"
+        )  # with references to environment variables in place of their values
+        settings = OmegaConf.load(saved) if saved.is_file() else OmegaConf.structured(self.config)
+        plain = OmegaConf.to_container(settings, enum_to_str=True)
         assert isinstance(plain, dict)
         return DashboardOptions(
             config={str(key): value for key, value in plain.items()},

@@ -17,6 +17,7 @@ from app.main import _say_how_to_resume
 from app.mode.output_folder import output_folder
 from app.recovery.resume import apply_resume
 from app.recovery.run_lock import run_lock
+from app.tracking.recorder import RunFolderRecorder
 from tests.folders import a_run, composed_by_hydra, content, run_app, start_app
 from tests.waiting import until
 
@@ -244,6 +245,24 @@ def test_a_run_that_nobody_changed_is_continued_with_the_settings_it_was_given(
         saved = (run / "config" / "config.yaml").read_text()
     assert "lr: 0.1\n" in saved
     assert "every: 2\n" in saved
+
+
+def test_a_value_of_the_environment_is_in_no_file_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be a key. A resumed run reads it from its own environment."""
+    monkeypatch.setenv("A_KEY", "secret")
+    composed = composed_by_hydra("reward._target_=my_rewards.judge", "reward.args.key=${oc.env:A_KEY}")
+    monkeypatch.setattr(HydraConfig.instance(), "cfg", composed)
+    job = composed.copy()
+    with open_dict(job):
+        del job["hydra"]
+    config = configuration.resolve(job)
+    with output_folder(job, config, tmp_path), RunFolderRecorder(config, tmp_path) as recorder:
+        assert recorder._options("wandb").config["reward"]["args"] == {"key": "${oc.env:A_KEY}"}
+    assert config.reward.args == {"key": "secret"}
+    assert [path for path in tmp_path.rglob("*") if path.is_file() and b"secret" in path.read_bytes()] == []
+    saved = OmegaConf.load(tmp_path / "config" / "config.yaml")
+    assert saved.reward.args.key == "secret"
+    assert saved.trainer.lr == config.trainer.lr
 
 
 def test_records_stay_where_a_run_goes_on_from_a_checkpoint_that_is_named(
