@@ -59,5 +59,11 @@ def make_synchronizer(
 
     verifier = Verifier(config.weight_sync.verify, folder / "verify")
     return BucketedWeightSynchronizer(
-        trainer, engines, config.weight_sync, transport, verifier, in_flight=config.placement.in_flight
+        trainer,
+        engines,
+        config.weight_sync,
+        transport,
+        verifier,
+        in_flight=config.placement.in_flight,
+        tensor_parallel=tensor_parallel,
     )

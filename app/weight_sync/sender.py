@@ -8,7 +8,8 @@ with the run. On a CPU they are kept.
 The driver imports this module to name its methods, so torch is imported in functions.
 """
 
-from collections.abc import Sequence
+import re
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -50,6 +51,8 @@ class Sender:
         self.buffers: list[Tensor] = []
         self.ready: dict[int, ReadyBucket] = {}  # by buffer
         self.delta_encoder: DeltaEncoder | None = None
+        self.engines: Collection[int] = ()  # of the current sync
+        self.tensor_parallel = 1  # ranks of an engine
 
         self.receivers = Receivers.every_rank
         if not self.on_all_ranks:
@@ -65,9 +68,17 @@ class Sender:
             for name, tensor in self.tensors.items()
         ]
 
-    def prepare(self, buckets: Sequence[Bucket], snapshot: SnapshotPlace | None) -> None:
+    def unsynced(self) -> list[str]:
+        """Return what the names of the checkpoint's tensors that no sync sends have in them: `visual.`, say."""
+        from app.model.hf_checkpoint import open_checkpoint
+
+        with open_checkpoint(self.trainer_rank.spec.model_path) as checkpoint:
+            return unsynced_parts(checkpoint.names, self.tensors)
+
+    def prepare(self, buckets: Sequence[Bucket], snapshot: SnapshotPlace | None, tensor_parallel: int) -> None:
         """Set the bucket plan. `snapshot`: where a delta sync keeps its snapshot."""
         self.buckets = buckets
+        self.tensor_parallel = tensor_parallel
         if snapshot is not None:
             from app.weight_sync.delta import DeltaEncoder
 
@@ -76,8 +87,14 @@ class Sender:
         if self._keeps_buffers:
             self._allocate_buffers()
 
-    def begin(self, version: int, base: int | None) -> ReadyBucket:
-        """Gather bucket 0 of the sync of policy `version`, as a delta onto policy `base`; None: a full sync."""
+    def begin(self, version: int, base: int | None, engines: Collection[int]) -> ReadyBucket:
+        """Gather bucket 0 of the sync of policy `version` to these engines.
+
+        Args:
+            base: The policy onto which it is a delta; None: a full sync.
+            engines: Indices.
+        """
+        self.engines = engines
         self.trainer_rank.require_onloaded("weight sync", TrainerMemory.parameters)
         if not self.buffers:
             self._allocate_buffers()
@@ -196,3 +213,20 @@ class Sender:
             dtype = getattr(torch, meta.dtype)
             out = buffer[offset : offset + meta.bytes].view(dtype) if buffer is not None else None
             gather_full(self.tensors[meta.name], dtype, out=out, receivers=self.receivers)
+
+
+def unsynced_parts(names: Iterable[str], synced: Collection[str]) -> list[str]:
+    """Return the first part of each name, with its point, that no synced name has at that place.
+
+    >>> unsynced_parts(["model.visual.norm.bias", "model.norm.weight", "model.layers.1.mlp"], ["model.norm.weight"])
+    ['layers.1.', 'visual.']
+    """
+    prefixes = {name[: dot.start()] for name in synced for dot in re.finditer(r"\.", name)}
+    found = set()
+    for name in names:
+        *parts, _ = name.split(".")
+        depth = next((depth for depth in range(len(parts)) if ".".join(parts[: depth + 1]) not in prefixes), None)
+        if depth is not None:
+            numbered = depth and parts[depth].isdecimal()
+            found.add(f"{parts[depth - 1]}.{parts[depth]}." if numbered else f"{parts[depth]}.")
+    return sorted(found)

@@ -55,6 +55,7 @@ class BucketedWeightSynchronizer:
         verifier: Verifier,
         *,
         in_flight: InFlight,
+        tensor_parallel: int,
     ):
         self.trainer = trainer
         self.engines = dict(enumerate(engines))  # by engine index, which determines an engine's devices
@@ -62,6 +63,7 @@ class BucketedWeightSynchronizer:
         self.transport = transport
         self.verifier = verifier
         self.in_flight = in_flight
+        self.tensor_parallel = tensor_parallel  # ranks of an engine
         self._buckets: Sequence[Bucket] = ()
         self._members_changed = False  # since the transport connected
         self._synced_version: int | None = None  # that every engine is known to hold
@@ -74,7 +76,8 @@ class BucketedWeightSynchronizer:
         tensors = (await self.trainer.call(SENDER_EXTENSION, Sender.describe))[0]
         self._buckets = plan_buckets(tensors, capacity=int(self.config.bucket_mib * MIB))
         snapshot = self.config.snapshot if self.config.mode is SyncMode.delta else None
-        await self.trainer.call(SENDER_EXTENSION, Sender.prepare, buckets=self._buckets, snapshot=snapshot)
+        settings = {"snapshot": snapshot, "tensor_parallel": self.tensor_parallel}
+        await self.trainer.call(SENDER_EXTENSION, Sender.prepare, buckets=self._buckets, **settings)
 
     def set_engines(self, engines: Mapping[int, RolloutEngine]) -> None:
         """Sync to these engines, by engine index. If they changed, the next sync reconnects and is full."""
@@ -95,7 +98,10 @@ class BucketedWeightSynchronizer:
                 if self._members_changed:
                     await self.transport.abort(self.trainer)
                     self._members_changed = False
-                beginning = self.trainer.call(SENDER_EXTENSION, Sender.begin, version=version, base=base)
+                engines = list(self.engines)
+                beginning = self.trainer.call(
+                    SENDER_EXTENSION, Sender.begin, version=version, base=base, engines=engines
+                )
                 ready = (await deadline.gather("gathering bucket 0", {TRAINER_RANKS: beginning}))[TRAINER_RANKS]
             with timer.phase("pause"):
                 await deadline.gather("pause", self._on_engines(self._pause), bounded=False)

@@ -2,8 +2,9 @@
 
 An engine holds fused, tensor-parallel parameters, which cannot be compared with the trainer's one by one. So the
 trainer exports a checkpoint, the engine loads it with its own checkpoint loader, and its parameters are hashed before
-and after. Equal hashes of every parameter on every rank mean that the sync and the checkpoint loader agree. Engines are
-compared with each other by the same hashes, which is cheap.
+and after. Equal hashes of every synced parameter on every rank mean that the sync and the checkpoint loader agree.
+Engines are compared with each other by the same hashes, which is cheap. Parameters that no sync sends, such as those of
+a vision tower, are left out: where an engine's memory was released, they are undefined.
 """
 
 import shutil
@@ -31,6 +32,7 @@ class Verifier:
         self.verify = verify
         self.folder = folder
         self._checks_left = 0 if verify is Verify.never else EXPORT_CHECKS
+        self._unsynced: list[str] | None = None  # parts of the names of parameters that a sync leaves as they are
 
     async def after_sync(
         self, deadline: Deadline, trainer: RemoteTrainer, engines: Sequence[RolloutEngine], *, flush_cache: bool
@@ -39,6 +41,9 @@ class Verifier:
         compare_engines = self.verify is Verify.always and len(engines) > 1
         if not self._checks_left and not compare_engines:
             return
+        if self._unsynced is None:
+            asked = trainer.call(SENDER_EXTENSION, Sender.unsynced)
+            self._unsynced = (await deadline.gather("verify: names", {TRAINER_RANKS: asked}))[TRAINER_RANKS][0]
         synced = await self._hashes(deadline, engines)
 
         if compare_engines:
@@ -72,7 +77,9 @@ class Verifier:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     async def _hashes(self, deadline: Deadline, engines: Sequence[RolloutEngine]) -> dict[str, Hashes]:
-        body = {"action": "checksum"}
+        body: dict[str, Any] = {"action": "checksum"}
+        if self._unsynced:
+            body["skip_tensor_list"] = self._unsynced  # undefined after memory was released
         replies = await deadline.gather(
             "verify: checksums", {engine.name: engine.update("weights_checker", body) for engine in engines}
         )

@@ -232,12 +232,12 @@ class RankUnderTest:
         counts = {"buckets": 0, "different": 0, "changed": 0}
         without = {"ipc_handle": mock.Mock(return_value=None), "send": mock.Mock()}
         with mock.patch.multiple(kind, **without):
-            sender.prepare(plan_buckets(sender.describe(), capacity=CAPACITY), snapshot)
+            sender.prepare(plan_buckets(sender.describe(), capacity=CAPACITY), snapshot, 1)
             for base in (None, 2) if snapshot else (None,):
                 if base is not None:
                     with torch.no_grad():
                         next(iter(self.host.model.parameters())).add_(0.5)
-                ready, index = sender.begin(3, base), 0
+                ready, index = sender.begin(3, base, [0]), 0
                 while ready is not None:
                     counts["buckets"] += 1
                     counts["changed"] += ready.changed or 0

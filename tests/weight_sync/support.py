@@ -128,7 +128,13 @@ async def make_synchronizer(
         rebuild_group=rebuild_group,
     )
     synchronizer = BucketedWeightSynchronizer(
-        trainer, engines, config, implementation, Verifier(verify, folder / "verify"), in_flight=in_flight
+        trainer,
+        engines,
+        config,
+        implementation,
+        Verifier(verify, folder / "verify"),
+        in_flight=in_flight,
+        tensor_parallel=tensor_parallel,
     )
     await synchronizer.prepare()
     return synchronizer

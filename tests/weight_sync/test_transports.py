@@ -68,12 +68,12 @@ def test_buffers_on_a_device_are_freed_after_each_sync_and_those_of_a_cpu_are_ke
     )
     sender = QuietSender(rank)
     bucket = Bucket((TensorMeta("weight", "bfloat16", (8,)),))
-    sender.prepare([bucket, bucket, bucket], None)
+    sender.prepare([bucket, bucket, bucket], None, 1)
     for version in range(3):
         kept = [id(buffer) for buffer in sender.buffers]
         assert len(kept) == (2 if device == "cpu" else 0)
 
-        ready, index = sender.begin(version, None), 0
+        ready, index = sender.begin(version, None, [0]), 0
         assert [buffer.numel() for buffer in sender.buffers] == [16, 16]
         during = [id(buffer) for buffer in sender.buffers]
         while ready is not None:

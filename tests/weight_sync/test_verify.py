@@ -1,5 +1,6 @@
 """How often a sync is compared with an export: until two comparisons have succeeded."""
 
+import doctest
 from collections.abc import Awaitable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +10,8 @@ import pytest
 
 from app.config.weight_sync import Verify
 from app.errors import SyncError
+from app.weight_sync import sender
+from app.weight_sync.sender import Sender
 from app.weight_sync.verify import EXPORT_CHECKS, Verifier
 
 
@@ -21,19 +24,26 @@ class Engine:
 
     def __init__(self, exported: str) -> None:
         self.exported = exported
+        self.asked: list[list[str]] = []
 
     async def update(self, route: str, body: Mapping[str, Any]) -> dict[str, Any]:
         if route == "update_weights_from_disk":
             self.loaded = self.exported
             self.exports += 1
-        return {"ranks": [{"checksums": {"model.norm.weight": self.loaded}}]}
+        checksums = {"model.norm.weight": self.loaded, "visual.norm.weight": f"undefined at {len(self.asked)}"}
+        self.asked.append(body.get("skip_tensor_list", []))
+        kept = {
+            name: checksum for name, checksum in checksums.items() if not any(part in name for part in self.asked[-1])
+        }
+        return {"ranks": [{"checksums": kept}]}
 
 
 async def verify(verifier: Verifier, engine: Engine) -> None:
     async def gather(phase: str, calls: Mapping[str, Awaitable[Any]]) -> dict[str, Any]:
         return {name: await call for name, call in calls.items()}
 
-    async def call(*_: object, **__: object) -> None: ...
+    async def call(extension: str, method: object, **_: object) -> list[Any]:
+        return [["visual."]] if method is Sender.unsynced else [None]
 
     engine.loaded = "synced"
     deadline: Any = SimpleNamespace(version=1, gather=gather)
@@ -53,3 +63,8 @@ async def test_a_sync_that_failed_its_check_is_checked_again_however_often(tmp_p
     for _ in range(2 * EXPORT_CHECKS):
         await verify(verifier, engine)
     assert engine.exports == EXPORT_CHECKS
+
+
+def test_the_parts_that_no_sync_sends_are_found() -> None:
+    results = doctest.testmod(sender)
+    assert (results.attempted, results.failed) == (1, 0)

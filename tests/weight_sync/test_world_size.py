@@ -66,8 +66,8 @@ def synced(name: str, ranks: int, rank: int, kind: DeviceKind, layers: int | Non
     with fake_ranks(ranks, rank, "cpu") as mesh, FakeTensorMode(allow_non_fake_inputs=True):
         model = build(Case(name, ranks, layers=layers), mesh, torch.device("cpu"))
         sender = Sender(rank_of(model, rank, kind))
-        sender.prepare(plan_buckets(sender.describe(), capacity=bucket_bytes()), None)
-        sender.begin(1, None)
+        sender.prepare(plan_buckets(sender.describe(), capacity=bucket_bytes()), None, 1)
+        sender.begin(1, None, [0])
         for index in range(len(sender.buckets)):
             sender.send_and_gather_next(index)
 

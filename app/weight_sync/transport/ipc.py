@@ -47,9 +47,12 @@ class IpcSender(Sender):
                 )
         return allocate_shared(size, self.device)
 
-    def ipc_handle(self, index: int) -> str:
+    def ipc_handle(self, index: int) -> str | None:
         from app.weight_sync.transport.ipc_payload import serialize_bucket
 
+        # A handle that nobody opens keeps its buffer on the device, also when it is freed.
+        if self.rank_index // self.tensor_parallel not in self.engines:
+            return None
         slot = index % BUFFERS
         return serialize_bucket(self.buffers[slot], self.ready[slot].bucket)
 
