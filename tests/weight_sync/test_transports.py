@@ -44,6 +44,22 @@ def test_a_transport_follows_the_devices_and_is_refused_where_it_cannot_work(dev
         chosen(COLLECTIVE, shared=True)
 
 
+@pytest.mark.parametrize(("engines", "ranks"), [([0], {0, 1}), ([1], {2, 3}), ([0, 1], {0, 1, 2, 3})])
+def test_only_ranks_whose_handle_an_engine_opens_make_one(
+    engines: list[int], ranks: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A handle that nobody opens keeps its memory on the device, and engines that are restarted are synced alone."""
+    monkeypatch.setattr(ipc_payload, "serialize_bucket", lambda buffer, bucket: "handle")
+    made = set()
+    for rank in range(4):
+        sender = IpcSender.__new__(IpcSender)
+        vars(sender).update(rank_index=rank, tensor_parallel=2, engines=engines, buffers=[None])
+        sender.ready = {0: ReadyBucket(Bucket(()))}
+        if sender.ipc_handle(0) is not None:
+            made.add(rank)
+    assert made == ranks
+
+
 @pytest.mark.parametrize("kind", [IpcSender, BroadcastSender])
 @pytest.mark.parametrize("device", ["meta", "cpu"])
 def test_buffers_on_a_device_are_freed_after_each_sync_and_those_of_a_cpu_are_kept(
