@@ -20,6 +20,7 @@ from app.weight_sync.factory import make_synchronizer
 from app.weight_sync.own_transport import require_transport
 from app.weight_sync.sender import Sender
 from app.weight_sync.synchronizer import BucketedWeightSynchronizer
+from app.weight_sync.transport import ipc_payload
 from app.weight_sync.transport.collective import BroadcastSender, CollectiveTransport
 from app.weight_sync.transport.ipc import IpcSender
 from tests.compose import composed
