@@ -8,11 +8,12 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import orjson
 from omegaconf import OmegaConf
@@ -86,9 +87,7 @@ class RunFolderRecorder:
         moved = aside.set_later_aside(self.folder, step)
         self._metrics = metrics_file.MetricsFile(self.folder / metrics_file.NAME)
         self.timeline.load(self.folder)
-        self._alarms = Alarms(max_staleness=self.config.placement.max_staleness)
-        for row in metrics_file.read(self.folder / metrics_file.NAME):
-            self._alarms.check(row["step"], row)
+        self._alarms = alarms_after(metrics_file.read(self.folder / metrics_file.NAME), self.config)
 
         self._summary.reset()
         self._add_recorded()
@@ -284,14 +283,8 @@ class RunFolderRecorder:
 
     def _options(self, name: str) -> DashboardOptions:
         tracking = self.config.tracking
-        saved = (
-            self.folder / CONFIG / "config.yaml"
-        )  # with references to environment variables in place of their values
-        settings = OmegaConf.load(saved) if saved.is_file() else OmegaConf.structured(self.config)
-        plain = OmegaConf.to_container(settings, enum_to_str=True)
-        assert isinstance(plain, dict)
         return DashboardOptions(
-            config={str(key): value for key, value in plain.items()},
+            config=_shown(self.config, self.folder),
             folder=self.folder / dashboards.FOLDER / name,
             metrics=self.folder / metrics_file.NAME,
             project=tracking.project,
@@ -321,3 +314,19 @@ def evaluation_metrics(results: Mapping[str, Metrics]) -> dict[str, float]:
     if accuracies:
         named["eval/accuracy"] = sum(accuracies) / len(accuracies)
     return named
+
+
+def _shown(config: RunConfig, folder: Path) -> dict[str, Any]:
+    """Return the settings as the run's folder has them: without values of environment variables."""
+    saved = folder / CONFIG / "config.yaml"
+    settings = OmegaConf.load(saved) if saved.is_file() else OmegaConf.structured(config)
+    plain: Any = OmegaConf.to_container(settings, enum_to_str=True)
+    return {str(key): value for key, value in plain.items()}
+
+
+def alarms_after(rows: Iterable[Mapping[str, Any]], config: RunConfig) -> Alarms:
+    """Return the alarms of a run that continues after these steps."""
+    alarms = Alarms(max_staleness=config.placement.max_staleness)
+    for row in rows:
+        alarms.check(row["step"], row)
+    return alarms

@@ -92,14 +92,10 @@ class PolicyOptimizer:
         return SLOTS[self.config.optimizer]
 
     def update(self, *, scale: float) -> UpdateResult:
-        """Scale the gradients, clip them and update the parameters. A collective.
+        """Scale the gradients, clip them and update the parameters, unless a gradient is not finite. A collective.
 
         Args:
             scale: Factor that turns the accumulated sums into the gradient of the loss.
-
-        Raises:
-            RunError: More than `trainer.max_skipped_updates` updates in a row had non-finite gradients. Fewer of them
-                are skipped.
         """
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         lr = self.lr()
@@ -111,7 +107,8 @@ class PolicyOptimizer:
         torch._foreach_mul_(gradients, scale)
         norm = grad_norm(gradients)
         if not torch.isfinite(norm):
-            self._skip()
+            self.zero_grad()
+            self.skipped_in_a_row += 1
             return UpdateResult(False, float(norm), lr)
 
         limit = self.config.max_grad_norm
@@ -161,9 +158,8 @@ class PolicyOptimizer:
         self.updates = updates
         self.skipped_in_a_row = skipped_in_a_row
 
-    def _skip(self) -> None:
-        self.zero_grad()
-        self.skipped_in_a_row += 1
+    def require_updates(self) -> None:
+        """Raise `RunError` when more than `trainer.max_skipped_updates` updates in a row were skipped."""
         if self.skipped_in_a_row > self.config.max_skipped_updates:
             raise RunError(
                 f"the gradient was not finite {self.skipped_in_a_row} updates in a row, more than "

@@ -40,7 +40,7 @@ from app.algorithm.metrics import TABLE, finalize
 from app.algorithm.objective import TokenBatch
 from app.config.algorithm import AlgorithmConfig, Correction
 from app.config.teacher import TeacherConfig
-from app.errors import RunError, TrainerError
+from app.errors import TrainerError
 from app.model.lora.layer import adapter_metrics, adapters_off
 from app.model.packing import to_device
 from app.model.parallelize import reset_fsdp_state
@@ -346,14 +346,11 @@ class TrainStep:
 
             # FSDP2 averages gradients over the ranks; the loss is a sum over the ranks, divided once.
             scale = self.ranks / common_denominator(_denominators(totals, self.settings))
-            try:
-                result = self.optimizer.update(scale=scale)
-            except RunError:  # one more was skipped than may be
-                self.version = before
-                raise
+            result = self.optimizer.update(scale=scale)
             if not result.applied:
                 self.version = before
             self._results.append(result)
+            self.optimizer.require_updates()
 
         self._totals += totals
         self._sums = RawSums()
