@@ -155,7 +155,8 @@ def _require_same_teacher(composed: DictConfig, saved: DictConfig, folder: Path)
     given, kept = composed.teacher.urls, saved.teacher.urls
     if taught(given) != taught(kept):
         accepted = "servers of the same teachers" if kept else "null"
-        why = f"the run in {folder} has teacher.urls={yaml_text(OmegaConf.to_container(saved.teacher)['urls'])}"
+        urls: Any = OmegaConf.to_container(kept) if OmegaConf.is_config(kept) else kept
+        why = f"the run in {folder} has teacher.urls={yaml_text(urls)}"
         raise ConfigError(TEACHER, given, accepted, why)
 
 
