@@ -218,7 +218,8 @@ class Sender:
 def unsynced_parts(names: Iterable[str], synced: Collection[str]) -> list[str]:
     """Return the first part of each name, with its point, that no synced name has at that place.
 
-    >>> unsynced_parts(["model.visual.norm.bias", "model.norm.weight", "model.layers.1.mlp"], ["model.norm.weight"])
+    >>> synced = ["model.norm.weight", "model.layers.0.mlp.weight"]
+    >>> unsynced_parts([*synced, "model.visual.norm.bias", "model.layers.1.mlp.weight"], synced)
     ['layers.1.', 'visual.']
     """
     prefixes = {name[: dot.start()] for name in synced for dot in re.finditer(r"\.", name)}

@@ -151,7 +151,7 @@ def test_messages_that_cannot_be_a_prompt_are_refused_with_their_row(
 
 def test_a_tool_may_return_nothing(jsonl: Jsonl) -> None:
     path = jsonl({"prompt": [user("q"), {"role": "tool", "content": ""}], "answer": "a"})
-    (row,) = rows.load(config_of(path)).train
+    (row,) = rows.load(config_of(path, eval_path=path)).train
     assert row.question == ""
 
 

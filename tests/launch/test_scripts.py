@@ -145,7 +145,7 @@ def test_slurm_starts_a_head_a_worker_and_the_application() -> None:
     assert {options(step)["--cpus-per-task"] for step in (head, worker, application)} == {"32"}
     python = application.index(PYTHON)
     assert application[python:] == [
-        PYTHON, "-m", "app", *MISSION, "cluster.address=node0:6379", "cluster.timeout_s=600",
+        PYTHON, "-m", "app", "cluster.timeout_s=600", *MISSION, "cluster.address=node0:6379",
     ]  # fmt: skip
 
 
@@ -161,7 +161,7 @@ def slurm_stand_in(folder: Path) -> dict[str, str]:
         "python": f"""if [ "${{@: -1}}" = mode=plan ]; then exec {PYTHON} "$@"; fi
 trap "exit 130" TERM
 echo "$@" > "$RAN"
-if [ "$3" = seed=1 ]; then sleep 60 & wait; fi
+if [ "$4" = seed=1 ]; then sleep 60 & wait; fi
 exit 7""",
     }
     for name, body in commands.items():
@@ -181,7 +181,7 @@ def test_a_slurm_job_ends_with_the_applications_exit_code(tmp_path: Path) -> Non
     environment = slurm_stand_in(tmp_path / "bin")
     assert bash("launch/slurm.sbatch", "experiment=npu8_fully_async_9b", **environment).returncode == 7
     ran = (tmp_path / "bin" / "ran").read_text()
-    assert ran == "-m app experiment=npu8_fully_async_9b cluster.address=here:6379 cluster.timeout_s=600\n"
+    assert ran == "-m app cluster.timeout_s=600 experiment=npu8_fully_async_9b cluster.address=here:6379\n"
     noset, *started = (tmp_path / "bin" / "ran.ray").read_text().split()
     assert noset == "1"
     assert options(started)["--resources"] == '{"NPU":8}'
@@ -325,7 +325,7 @@ def test_setup_installs_the_requirements_of_the_device_and_the_application(
 ) -> None:
     done = bash("launch/setup.sh", "--dry-run", device, cwd=a_checkout(tmp_path))
     expected = [
-        "python3 -m venv .venv",
+        "python3 -m venv --clear .venv",
         *[f"{PIP} {words}" for words in installs],
         *then,
         f"{PIP} --no-deps --editable .",
@@ -398,12 +398,16 @@ def test_setup_installs_once_and_again_when_the_requirements_change(tmp_path: Pa
     def installs() -> int:
         done = bash("launch/setup.sh", "cuda", cwd=checkout, PYTHON=str(tmp_path / "python"))
         assert done.returncode == 0, done.stderr
-        return (checkout / "pip.txt").read_text().count("-m pip")
+        return (checkout / "pip.txt").read_text().count(" install ")
 
     assert [installs(), installs()] == [2, 2]
     with (checkout / "launch" / "requirements" / "cuda.txt").open("a") as requirements:
         requirements.write("one-more==1.0\n")
     assert installs() == 4
+
+    (checkout / ".venv" / "installed").unlink()
+    (checkout / ".venv" / "bin" / "python").write_text("#!/usr/bin/env bash\nexit 1\n")  # without pip
+    assert installs() == 6
 
 
 def test_setup_leaves_a_venv_of_another_device_alone(tmp_path: Path) -> None:

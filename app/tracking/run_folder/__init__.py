@@ -15,10 +15,8 @@ def read_config(folder: Path) -> tuple[dict[str, Any], list[str]]:
     """Return a run's composed configuration with dotted keys, and the overrides of its command line."""
     config = folder / CONFIG / "config.yaml"
     overrides = folder / CONFIG / "overrides.yaml"
-    return (
-        flatten(OmegaConf.load(config)) if config.exists() else {},
-        [str(item) for item in OmegaConf.load(overrides)] if overrides.exists() else [],
-    )
+    given: Any = OmegaConf.to_container(OmegaConf.load(overrides), resolve=False) if overrides.exists() else []
+    return flatten(OmegaConf.load(config)) if config.exists() else {}, list(map(str, given))
 
 
 def flatten(node: Any, prefix: str = "") -> dict[str, Any]:
