@@ -282,7 +282,8 @@ def test_an_interrupted_evaluation_is_done_before_anything_else(
         await begin(trainer, version=version)
 
     monkeypatch.setattr(Ranks, "begin_step", begin_step)
-    world.trainer.open = None
+    world.trainer.open = None  # as in a new process
+    world.trainer.offloaded.clear()
     play(world, resumed=state)
     assert order[1] == ("evaluation", at)
     assert [step for what, step in order if what == "step"][: steps - at] == list(range(at + 1, steps + 1))

@@ -77,13 +77,13 @@ class Posts(SilentClient):
         self.asked = asyncio.Event()
         self.sampled: list[tuple[str, str]] = []
 
-    async def post(self, route: str, *_: object, **__: object) -> dict[str, Any]:
-        if route == "/pause_generation":
+    async def post(self, *arguments: object, **__: object) -> dict[str, Any]:
+        if arguments[0] == "/pause_generation":
             await self.answer.wait()
         return {}
 
-    async def generate(self, request: GroupRequest, *_: object, cache_key: str, **__: object) -> list[object]:
-        self.sampled.append((request.prompt_id, cache_key))
+    async def generate(self, *arguments: Any, **settings: Any) -> list[object]:
+        self.sampled.append((arguments[0].prompt_id, settings["cache_key"]))
         self.asked.set()
         return await super().generate()
 
