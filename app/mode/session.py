@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -224,10 +225,10 @@ async def start_trainer_workers(
         stack.callback(_kill_ranks, trainer)
 
         if config.placement.kind is PlacementKind.colocate and device.shares_memory:
-            await _start_on_shared_devices(config, trainer, workers, first=first)
+            await _start_on_shared_devices(config, device, trainer, workers, first=first)
         else:
             starts = [workers.start_engines()] if first else []
-            await gather_or_raise(_set_up(trainer, workers), *starts)
+            await gather_or_raise(_set_up(device, trainer, workers), *starts)
 
         synchronizer = make_synchronizer(
             config, device, trainer, workers.pool.engines, folder, one_machine=count_nodes() == 1
@@ -238,13 +239,13 @@ async def start_trainer_workers(
 
 
 async def _start_on_shared_devices(
-    config: RunConfig, trainer: RemoteTrainer, workers: RolloutWorkers, *, first: bool
+    config: RunConfig, device: Device, trainer: RemoteTrainer, workers: RolloutWorkers, *, first: bool
 ) -> None:
     """Start the trainer, then the engines: an engine sizes its KV cache by the free device memory."""
     devices = TimeSharing(config.offload, trainer, workers.pool, workers.supervisor, adapters=config.serves_adapters)
     if not first:
         await devices.offload_engines()
-    await _set_up(trainer, workers)
+    await _set_up(device, trainer, workers)
 
     if first:
         await devices.offload_trainer(TrainerMemory)
@@ -253,9 +254,9 @@ async def _start_on_shared_devices(
         await devices.onload_trainer(TrainerMemory)
 
 
-async def _set_up(trainer: RemoteTrainer, workers: RolloutWorkers) -> None:
+async def _set_up(device: Device, trainer: RemoteTrainer, workers: RolloutWorkers) -> None:
     await trainer.setup()
-    await trainer.attach(OFFLOAD, make_offload)
+    await trainer.attach(OFFLOAD, partial(make_offload, moves=device.shares_memory))
     workers.status("trainer ready")
 
 

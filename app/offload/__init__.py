@@ -8,8 +8,8 @@ if TYPE_CHECKING:
     from app.offload.trainer import Offload
 
 
-def make_offload(rank: TrainerRank) -> "Offload":
+def make_offload(rank: TrainerRank, *, moves: bool) -> "Offload":
     """Create the memory offload of a rank, in its process: the driver, which names this function, has no torch."""
     from app.offload.trainer import Offload
 
-    return Offload(rank, moves=rank.device.shares_memory)
+    return Offload(rank, moves=moves)
