@@ -180,7 +180,7 @@ def _ended_by(error: RunError | HydraException | OmegaConfBaseException) -> Syst
 
 
 def _print_traceback(error: Exception) -> None:
-    """Write the traceback of an error that is told in one sentence, where HYDRA_FULL_ERROR=1 asks for it."""
+    """Write an error's traceback if HYDRA_FULL_ERROR is set. Its sentence follows in any case."""
     if FULL_ERROR_REQUESTED:
         traceback.print_exception(error)
 

@@ -101,6 +101,11 @@ class RunConfig:
         return self.steps * (1 if self.mode is Mode.sft else self.algorithm.updates_per_step)
 
     @property
+    def trained_by(self) -> str:
+        """The name of the algorithm, or sft."""
+        return Mode.sft.name if self.mode is Mode.sft else self.algorithm.name
+
+    @property
     def evaluates(self) -> bool:
         """Whether completions are sampled: a supervised run does it for `eval.every` alone."""
         return self.mode is not Mode.sft or self.eval.every > 0

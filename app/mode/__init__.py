@@ -18,8 +18,6 @@ class ModeResult:
 
 
 WRITES = {Mode.train, Mode.sft, Mode.eval, Mode.parity}  # get a folder of their own
-
-
 PREVIEWS = {Mode.plan, Mode.doctor}  # of a run with the same settings
 
 

@@ -146,7 +146,7 @@ class Offload:
 
     @property
     def _device_module(self) -> Any:
-        """Torch's module of the device; None on a CPU."""
+        """torch's module of the device; None on a CPU."""
         kind = self.rank.torch_device.type
         return None if kind == "cpu" else torch.get_device_module(kind)
 

@@ -103,7 +103,7 @@ class FullyAsync(PlacementController):
         return scored, report
 
     def _counts(self) -> RolloutCounts:
-        """Return what became of the other groups of the step. A commit that was interrupted is made again with it."""
+        """Return the counts of the step's untrained groups. Drained once: an interrupted commit is repeated with it."""
         if self._drained is None:
             self._drained = self.producer.drain_counts()
         return self._drained

@@ -31,7 +31,7 @@ WRAPPER = re.compile(r"\\(?:text|math)[a-z]*\s*\{([^{}]*)\}")
 # 2,125 in 2,1250: math-verify reads no further than whole groups of thousands.
 CUT = re.compile(r"(?<![\d,.])\d{1,3}+(?:,\d{3})++(?=,?\d)")
 WORD = re.compile(r"[^\W\d_]{2,}")
-WITH_UNIT = re.compile(r"([-+]?[\d.,/]+)((?: [^\W\d_]{3,}| cm| ft| kg| km| lb| m| mg| mm| oz)+)")
+WITH_UNIT = re.compile(r"([-+]?[\d.,/]+)((?: [^\W\d_]{3,}| cm| ft| kg| km| lb| mg| mm| oz)+)")
 # numbers, operators and letters, in words
 NOT_UNITS = re.compile(
     r" (?:alpha|and|beta|cubed|delta|epsilon|factorial|gamma|half|halves|lambda|minus|omega|or|over|phi|plus|psi|rho|"

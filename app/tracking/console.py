@@ -137,8 +137,7 @@ class RunConsole:
     def _header(self) -> None:
         config = self._config
         title = Text("\n").append(config.model.name, "bold cyan")
-        trained_by = "sft" if config.mode is Mode.sft else config.algorithm.name
-        choices = [trained_by, config.placement.kind.value, config.device.kind.value]
+        choices = [config.trained_by, config.placement.kind.value, config.device.kind.value]
         if config.mode is Mode.eval:
             choices = ["evaluation", config.device.kind.value]
         for choice in choices:

@@ -69,7 +69,7 @@ class Sender:
         ]
 
     def unsynced(self) -> list[str]:
-        """Return what the names of the checkpoint's tensors that no sync sends have in them: `visual.`, say."""
+        """Return parts of names, such as `visual.`, that only checkpoint tensors outside of the sync have."""
         from app.model.hf_checkpoint import open_checkpoint
 
         with open_checkpoint(self.trainer_rank.spec.model_path) as checkpoint:
@@ -88,11 +88,11 @@ class Sender:
             self._allocate_buffers()
 
     def begin(self, version: int, base: int | None, engines: Collection[int]) -> ReadyBucket:
-        """Gather bucket 0 of the sync of policy `version` to these engines.
+        """Start the sync of policy `version`: gather bucket 0.
 
         Args:
             base: The policy onto which it is a delta; None: a full sync.
-            engines: Indices.
+            engines: Indices of the engines that receive it.
         """
         self.engines = engines
         self.trainer_rank.require_onloaded("weight sync", TrainerMemory.parameters)

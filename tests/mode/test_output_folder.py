@@ -9,7 +9,7 @@ import pytest
 from hydra._internal.config_loader_impl import get_overrides_dirname
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from app.config import compose as configuration
 from app.errors import RunError
@@ -22,6 +22,15 @@ from tests.folders import a_run, composed_by_hydra, content, run_app, run_new_ap
 from tests.waiting import until
 
 HELD = "tests.mode.held_app"
+
+
+def job_of(composed: DictConfig, monkeypatch: pytest.MonkeyPatch) -> DictConfig:
+    """Return what the job of a composition gets, as Hydra is configured by it."""
+    monkeypatch.setattr(HydraConfig.instance(), "cfg", composed)
+    job = composed.copy()
+    with open_dict(job):
+        del job["hydra"]
+    return job
 
 
 def metrics(folder: Path) -> list[dict[str, float]]:
@@ -216,10 +225,7 @@ def test_a_run_that_another_process_continued_before_the_lock_was_free_is_left_a
     other = [] if before == "an older checkpoint" else ["trainer.lr=0.2"]
     composed = composed_by_hydra("resume=auto", f"hydra.run.dir={run}", "checkpoint.every=2", *other)
     apply_resume(composed)
-    monkeypatch.setattr(HydraConfig.instance(), "cfg", composed)
-    job = composed.copy()
-    with open_dict(job):
-        del job["hydra"]
+    job = job_of(composed, monkeypatch)
 
     shutil.rmtree(run, ignore_errors=True)
     a_run(run, "steps=12", "trainer.lr=0.3", step=4, reached=4)  # the other process
@@ -236,10 +242,7 @@ def test_a_run_that_nobody_changed_is_continued_with_the_settings_it_was_given(
     run = a_run(tmp_path / "run", "steps=9", "trainer.lr=0.1", step=4)
     composed = composed_by_hydra("resume=auto", f"hydra.run.dir={run}", "checkpoint.every=2")
     apply_resume(composed)
-    monkeypatch.setattr(HydraConfig.instance(), "cfg", composed)
-    job = composed.copy()
-    with open_dict(job):
-        del job["hydra"]
+    job = job_of(composed, monkeypatch)
 
     with output_folder(job, configuration.resolve(job), run):
         saved = (run / "config" / "config.yaml").read_text()
@@ -251,10 +254,7 @@ def test_a_value_of_the_environment_is_in_no_file_of_the_run(tmp_path: Path, mon
     """It may be a key. A resumed run reads it from its own environment."""
     monkeypatch.setenv("A_KEY", "x7-of-mine")
     composed = composed_by_hydra("reward._target_=my_rewards.judge", "reward.args.key=${oc.env:A_KEY}")
-    monkeypatch.setattr(HydraConfig.instance(), "cfg", composed)
-    job = composed.copy()
-    with open_dict(job):
-        del job["hydra"]
+    job = job_of(composed, monkeypatch)
     config = configuration.resolve(job)
     with output_folder(job, config, tmp_path), RunFolderRecorder(config, tmp_path) as recorder:
         assert recorder._options("wandb").config["reward"]["args"] == {"key": "${oc.env:A_KEY}"}
@@ -273,10 +273,7 @@ def test_records_stay_where_a_run_goes_on_from_a_checkpoint_that_is_named(
     (run / "checkpoints" / "latest").unlink()
     composed = composed_by_hydra(f"resume={run}/checkpoints/step_4")
     apply_resume(composed)
-    monkeypatch.setattr(HydraConfig.instance(), "cfg", composed)
-    job = composed.copy()
-    with open_dict(job):
-        del job["hydra"]
+    job = job_of(composed, monkeypatch)
 
     with output_folder(job, configuration.resolve(job), run):
         assert [row["step"] for row in metrics(run)] == [1, 2, 3, 4]

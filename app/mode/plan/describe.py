@@ -53,7 +53,7 @@ def _devices(config: RunConfig) -> list[str]:
     total = config.device_count
     first_of_teacher = total - config.teacher_devices
 
-    lines = [f"{config.model.name} · {config.algorithm.name} · {placement.kind.name} on {total} {kind} device(s)"]
+    lines = [f"{config.model.name} · {config.trained_by} · {placement.kind.name} on {total} {kind} device(s)"]
     for device in range(total):
         roles = []
         if device < placement.trainer_ranks:
