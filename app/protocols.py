@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 from app.types import (
     Completion,
     EngineMemory,
@@ -185,8 +187,11 @@ class Trainer(Protocol):
         """Add sequences to imitate to the open step. They are computed by `finish_step`, spread over its updates."""
         ...
 
-    async def cross_entropy(self, sequences: Sequence[TokenSequence]) -> float:
-        """Return the cross-entropy of sequences to imitate, in nats per token, without training. Between steps."""
+    async def logprobs(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]:
+        """Return log π of the sampled tokens of each sequence, [N] float32, at temperature 1.
+
+        Between steps, or in an open step before `finish_step`: at the parameters that the step began with.
+        """
         ...
 
     async def finish_step(self) -> StepReport:

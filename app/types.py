@@ -174,6 +174,13 @@ class TokenSequence:
         return cls(token_ids, imitated, np.zeros(int(imitated.sum()), dtype=np.float32), ())
 
     @property
+    def versions(self) -> np.ndarray:
+        """The policy version that sampled each token, [N] int64; -1 for those of a demonstration."""
+        if not self.spans:
+            return np.full(len(self.logprobs), -1)
+        return np.repeat([span.version for span in self.spans], [span.end - span.start for span in self.spans])
+
+    @property
     def opening_tokens(self) -> int:
         """Tokens before the first sampled one."""
         return int(self.sampled.argmax()) if len(self.logprobs) else len(self.token_ids)

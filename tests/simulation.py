@@ -28,6 +28,7 @@ from app.config.eval import EvalConfig
 from app.config.placement import PlacementConfig, PlacementKind, Stream
 from app.config.reward import RewardConfig
 from app.config.rollout import RolloutConfig
+from app.config.weight_sync import Probe
 from app.data.cursor import PromptCursor
 from app.errors import EngineError, EngineLost, SyncError, TrainerError
 from app.mode.train import CONTROLLERS
@@ -62,6 +63,7 @@ from app.types import (
     VersionSpan,
 )
 from app.utils import tasks
+from app.weight_sync.probe import EngineProbe
 from tests.tiny_models.tokenizer import build_tokenizer
 
 P = ParamSpec("P")
@@ -323,8 +325,8 @@ class SimTrainer:
         assert self.open is not None
         self.demonstrated += sequences
 
-    async def cross_entropy(self, sequences: Sequence[TokenSequence]) -> float:
-        return 0.0
+    async def logprobs(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]:
+        return [sequence.logprobs for sequence in sequences]
 
     async def old_logprobs(self, groups: Sequence[ScoredGroup]) -> None: ...
 
@@ -480,6 +482,7 @@ class World:
     eval_rows: int = 2
     start_seconds: float = 5.0  # of an engine that replaces another
     tokens: int = 4  # of a completion
+    probe: Probe = Probe.never  # a simulated engine counts every request
     environments: Any = None  # a `SimEnvironments`; None: single turns
     trainer: SimTrainer = field(default_factory=lambda: SimTrainer(seconds=0.1, finish=0.2))
 
@@ -516,6 +519,7 @@ class World:
             pool=pool,
             supervisor=supervisor,
             weight_sync=weight_sync,
+            probe=EngineProbe(self.probe, self.config.device.dtype, self.recorder.warn),
             time_sharing=time_sharing,
             rollouter=Rollouter(
                 pool, self.scorer, build_tokenizer(256), self.recorder.timeline, self.config.recovery, self._episodes()

@@ -280,8 +280,12 @@ def _mismatch_sums(batch: TokenBatch, trainer_old: Tensor, corrected: Tensor) ->
     """Mismatch between the trainer's π_old and the rollout policy."""
     log_weight = trainer_old - batch.rollout_logprobs
     weight = bounded_exp(log_weight)
+    kl = k3(log_weight)
+    same = torch.zeros_like(kl) if batch.same_version is None else batch.same_version.to(kl.dtype)
     return {
-        "mismatch/kl": k3(log_weight).sum(),
+        "mismatch/kl": kl.sum(),
+        "mismatch/kl_same_version": (same * kl).sum(),
+        "mismatch/same_version_tokens": same.sum(),
         "mismatch/abs_difference": log_weight.abs().sum(),
         "mismatch/max_ratio": _maximum(weight),
         "mismatch/tokens": torch.ones_like(weight).sum(),

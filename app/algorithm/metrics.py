@@ -23,6 +23,7 @@ class Denominator(Enum):
 
     tokens = "tokens"
     compared = "compared"  # tokens whose π_old of the trainer is known: `mismatch/tokens`
+    same_version = "same_version"  # of these, sampled by the policy of π_old: `mismatch/same_version_tokens`
     trajectories = "trajectories"
     loss = "loss"  # `loss.common_denominator`
     demonstrated = "demonstrated"  # tokens of demonstrations
@@ -51,6 +52,8 @@ TABLE: Mapping[str, Denominator] = {
     "teacher/kl": Denominator.tokens,  # log π − log π_teacher, the k1 estimate of KL(π ‖ π_teacher)
     "teacher/clipped_fraction": Denominator.tokens,
     "mismatch/kl": Denominator.compared,  # k3 of KL(π_rollout ‖ π_old of the trainer)
+    "mismatch/kl_same_version": Denominator.same_version,  # the same of on-policy tokens; absent without any
+    "mismatch/same_version_tokens": Denominator.intermediate,
     "mismatch/abs_difference": Denominator.compared,  # of log-probabilities
     "mismatch/max_ratio": Denominator.max,
     "mismatch/tokens": Denominator.intermediate,
@@ -84,12 +87,16 @@ def finalize(
         loss: The update's `loss.common_denominator`.
         demonstrated: Tokens of demonstrations.
     """
-    reported = {name: value for name, value in sums.items() if TABLE[name] is not Denominator.intermediate}
+    unreported = {Denominator.intermediate}
+    if not sums.get("mismatch/same_version_tokens"):
+        unreported.add(Denominator.same_version)
+    reported = {name: value for name, value in sums.items() if TABLE[name] not in unreported}
     counts = {Denominator.loss: loss, Denominator.demonstrated: demonstrated}
     if tokens:
         counts[Denominator.tokens] = tokens
         counts[Denominator.trajectories] = sequences
         counts[Denominator.compared] = sums.get("mismatch/tokens", 0.0)
+        counts[Denominator.same_version] = sums.get("mismatch/same_version_tokens", 0.0)
         counts[Denominator.max] = counts[Denominator.min] = 1.0
     elif not demonstrated:
         counts = {}

@@ -37,6 +37,7 @@ class TokenBatch:
     weight_mask: Tensor  # [S] 0 for sequences without gradient (masked truncations, dummy passes), else 1
     teacher_logprobs: Tensor | None = None  # [N] of a frozen teacher
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
+    same_version: Tensor | None = None  # [N] bool, sampled by the policy of the start of the step; None: not known
     first_update: bool = True  # whether the current policy is that of the start of the step
 
     @property

@@ -1,6 +1,6 @@
 """How groups travel to the trainer ranks: what `make_samples` reads, as tuples, which pickle in a third of the time.
 
-The driver pickles every group of a run. A rank needs no text, row, score, reward or version, so they stay behind.
+The driver pickles every group of a run. A rank needs no text, row, score or reward, so they stay behind.
 Arrays travel out of band, without a copy.
 """
 
@@ -19,6 +19,7 @@ from app.types import (
     ScoredGroup,
     TokenSequence,
     Trajectory,
+    VersionSpan,
 )
 
 Row = tuple[Any, ...]
@@ -48,9 +49,19 @@ def _group_row(scored: ScoredGroup) -> Row:
 def _member_row(trajectory: Trajectory) -> Row:
     last, episode = trajectory.completion, trajectory.episode
     sequences = episode and [
-        (each.token_ids, each.sampled, each.logprobs, each.teacher_logprobs) for each in episode.sequences
+        (each.token_ids, each.sampled, each.logprobs, _span_rows(each.spans), each.teacher_logprobs)
+        for each in episode.sequences
     ]
-    return trajectory.truncated, (last.token_ids, last.logprobs, last.teacher_logprobs), sequences
+    completion = last.token_ids, last.logprobs, _span_rows(last.spans), last.teacher_logprobs
+    return trajectory.truncated, completion, sequences
+
+
+def _span_rows(spans: Sequence[VersionSpan]) -> list[tuple[int, int, int]]:
+    return [(span.version, span.start, span.end) for span in spans]
+
+
+def _spans(rows: Sequence[tuple[int, int, int]]) -> tuple[VersionSpan, ...]:
+    return tuple(VersionSpan(*row) for row in rows)
 
 
 def _group(prompt_id: str, token_ids: np.ndarray, advantages: np.ndarray, members: Sequence[Row]) -> ScoredGroup:
@@ -59,10 +70,10 @@ def _group(prompt_id: str, token_ids: np.ndarray, advantages: np.ndarray, member
 
 
 def _trajectory(prompt: Prompt, truncated: bool, completion: Row, sequences: Sequence[Row] | None) -> Trajectory:
-    token_ids, logprobs, teacher = completion
+    token_ids, logprobs, spans, teacher = completion
     reason, ending = (FinishReason.length, Ending.length) if truncated else (FinishReason.stop, Ending.stop)
-    last = Completion(token_ids, logprobs, reason, (), teacher_logprobs=teacher)
+    last = Completion(token_ids, logprobs, reason, _spans(spans), teacher_logprobs=teacher)
     if sequences is None:
         return Trajectory(prompt, last, "")
-    made = tuple(TokenSequence(ids, sampled, own, (), teacher) for ids, sampled, own, teacher in sequences)
+    made = tuple(TokenSequence(ids, sampled, own, _spans(spans), rest) for ids, sampled, own, spans, rest in sequences)
     return Trajectory(prompt, last, "", episode=Episode(made, (), ending, {}, {}))

@@ -25,6 +25,14 @@ class Verify(Enum):
     always = "always"
 
 
+class Probe(Enum):
+    """What becomes of a run whose engines do not sample with the trainer's weights."""
+
+    stop = "stop"
+    warn = "warn"
+    never = "never"
+
+
 class SyncMode(Enum):
     """What a sync sends."""
 
@@ -78,6 +86,12 @@ class WeightSyncConfig:
         Verify.never,
         "first compares the first sync, and the first sync of a trained policy, with the exported checkpoint; always "
         "also compares the engines' checksums after every sync.",
+    )
+    probe: Probe = setting(
+        Probe.stop,
+        "After the first syncs and every 20th, each engine samples a few tokens, whose log-probabilities are compared "
+        "with the trainer's of the same version; stop ends the run where rounding does not explain the difference, "
+        "never does not compare.",
     )
     rebuild_group: bool = setting(
         False,

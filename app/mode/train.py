@@ -48,6 +48,7 @@ from app.recovery.resume import checkpoint_of
 from app.recovery.retrying_sync import RetryingWeightSync
 from app.tracking.recorder import RunFolderRecorder
 from app.utils.tasks import until_signal
+from app.weight_sync.probe import EngineProbe
 
 CONTROLLERS: dict[PlacementKind, type[PlacementController]] = {
     PlacementKind.colocate: Colocate,
@@ -266,6 +267,7 @@ class TrainingRun:
             pool=workers.pool,
             supervisor=workers.supervisor,
             weight_sync=weight_sync,
+            probe=EngineProbe(config.weight_sync.probe, config.device.dtype, self.recorder.warn),
             time_sharing=time_sharing,
             rollouter=workers.rollouter,
             cursor=workers.inputs.prompts.train,

@@ -16,6 +16,7 @@ from app.rollout.pool import EnginePool
 from app.rollout.rollouter import Rollouter
 from app.tracking.recorder import RunFolderRecorder
 from app.types import Prompt, Sampling
+from app.weight_sync.probe import EngineProbe
 
 if TYPE_CHECKING:
     from app.data.demonstrations import DemonstrationStream, Demonstrator
@@ -30,6 +31,7 @@ class RunContext:
     pool: EnginePool
     supervisor: EngineSupervisor
     weight_sync: RetryingWeightSync
+    probe: EngineProbe
     time_sharing: TimeSharing
     rollouter: Rollouter
     cursor: PromptCursor

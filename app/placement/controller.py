@@ -54,7 +54,10 @@ class PlacementController(ABC):
     async def run(self) -> float:
         """Train to the last step; returns the last evaluation's accuracy. Raises `RunError` without progress."""
         async with watchdog(self, self.context.pool, self.config, self.context.recorder.folder):
-            await self._run()
+            try:
+                await self._run()
+            finally:
+                self.context.probe.cancel()
         return self.accuracy
 
     @abstractmethod
@@ -91,6 +94,10 @@ class PlacementController(ABC):
 
     # --- within a step
 
+    def start_probe(self) -> None:
+        """Have the engines sample for `weight_sync.probe`, if it is due. `finish_step` compares."""
+        self.context.probe.start(self.version, self.context.pool.alive)
+
     def score(self, group: Group) -> ScoredGroup:
         """Compute the advantages of a group."""
         return score(group, self.config.algorithm, max_completion_tokens=self.config.rollout.max_completion_tokens)
@@ -111,10 +118,15 @@ class PlacementController(ABC):
     async def finish_step(
         self, step: int, scored: Sequence[ScoredGroup], counts: Callable[[], RolloutCounts]
     ) -> StepReport:
-        """Add the step's demonstrations and finish it. Without groups make no update."""
+        """Add the step's demonstrations and finish it. Without groups make no update.
+
+        Raises:
+            RunError: An engine does not sample with the trainer's weights.
+        """
         if not scored:
             await self.context.trainer.abort_step()
             return StepReport(step, 0, {})
+        await self.context.probe.check(self.context.trainer)
 
         if (demonstrations := self.context.demonstrations) is not None:
             await self.context.trainer.add_demonstrations(demonstrations.of_step(step))
@@ -135,6 +147,7 @@ class PlacementController(ABC):
             report = await asyncio.shield(finishing)
 
         self.microbatch_s = max(self.microbatch_s, report.metrics.get("time/microbatch_max", 0.0))
+        self.context.probe.saw(report.metrics.get("mismatch/kl_same_version"))
         return report
 
     async def commit_unsynced(self, version: int | None) -> None:

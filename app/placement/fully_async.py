@@ -68,6 +68,7 @@ class FullyAsync(PlacementController):
         self._drained = None
         self._busy_before = self.context.pool.busy_seconds()
 
+        self.start_probe()
         async with self.phase("train"):
             scored, report = await self._train(step)
 

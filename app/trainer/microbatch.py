@@ -72,6 +72,7 @@ class MicroBatch:
     advantages: Tensor  # [S] float32
     weight_mask: Tensor  # [S] float32
     rollout_logprobs: Tensor  # [N] float32
+    versions: Tensor  # [N] int64, policy version that sampled the token; -1 of a demonstration
     keys: tuple[SampleKey, ...]  # S keys; empty for a dummy
     trajectories: int  # of which the first sequence is here
     teacher_logprobs: Tensor | None = None  # [N] float32; None without a teacher
@@ -237,6 +238,7 @@ def pack(samples: Sequence[Sample], device: torch.device) -> MicroBatch:
         advantages=tensor([sample.advantage for sample in samples], torch.float32),
         weight_mask=tensor([sample.weight for sample in samples], torch.float32),
         rollout_logprobs=tensor(np.concatenate([sequence.logprobs for sequence in sequences]), torch.float32),
+        versions=tensor(np.concatenate([sequence.versions for sequence in sequences]), torch.int64),
         keys=tuple(sample.key for sample in samples),
         trajectories=sum(sample.first for sample in samples),
         teacher_logprobs=None if teacher is None else tensor(teacher, torch.float32),
@@ -268,6 +270,7 @@ def _dummy(device: torch.device) -> MicroBatch:
         advantages=torch.zeros(1, device=device),
         weight_mask=torch.zeros(1, device=device),
         rollout_logprobs=torch.zeros(1, device=device),
+        versions=zero - 1,
         keys=(),
         trajectories=0,
     )

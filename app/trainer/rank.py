@@ -260,8 +260,9 @@ class TrainerRank:
     def add_demonstrations(self, sequences: Sequence[TokenSequence]) -> None:
         self.step.add_demonstrations(sequences)
 
-    def cross_entropy(self, sequences: Sequence[TokenSequence]) -> float:
-        return self.step.cross_entropy(sequences)
+    def logprobs(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]:
+        self.require_onloaded("logprobs", TrainerMemory.parameters)
+        return self.step.logprobs(sequences)
 
     def old_logprobs(self, groups: Sequence[ScoredGroup]) -> None:
         self.step.old_logprobs(groups)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
+import numpy as np
 import ray
 from ray.exceptions import RayActorError, RayError
 
@@ -72,8 +73,8 @@ class RemoteTrainer:
     async def add_demonstrations(self, sequences: Sequence[TokenSequence]) -> None:
         await self._each(TrainerRank.add_demonstrations, sequences)
 
-    async def cross_entropy(self, sequences: Sequence[TokenSequence]) -> float:
-        return (await self._each(TrainerRank.cross_entropy, sequences))[0]
+    async def logprobs(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]:
+        return (await self._each(TrainerRank.logprobs, sequences))[0]
 
     async def old_logprobs(self, groups: Sequence[ScoredGroup]) -> None:
         await self._each(TrainerRank.old_logprobs, _shared(groups))

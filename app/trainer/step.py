@@ -24,6 +24,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -62,6 +63,7 @@ from app.trainer.throughput import Cost, ModelFlops, phase_timer, throughput_met
 from app.types import ScoredGroup, StepReport, TokenSequence
 from app.utils.process import trim_heap
 
+NO_FLOPS = Cost(0.0, 0.0, 0.0)
 COLLECT_PASSES = 16  # between collections of garbage
 TRIM_INTERVAL_S = 20.0  # between returns of the heap's free pages; at 1 s a pass of 2 s took a quarter longer
 
@@ -168,22 +170,20 @@ class TrainStep:
         self._require_open("add_demonstrations")
         self._demonstrations += _demonstration_samples(sequences, first=len(self._demonstrations))
 
-    def cross_entropy(self, sequences: Sequence[TokenSequence]) -> float:
-        """Return the mean of −log π over the marked tokens of these sequences, in nats. Between steps, a collective."""
-        if self.open:
-            raise TrainerError(f"cross_entropy while the step of version {self._open_version} is open")
-        samples = _demonstration_samples(sequences, first=0)
-        total = torch.zeros((), dtype=torch.float64)
-        with torch.no_grad():
-            for micro in self._microbatches(samples, self.model_flops.forward):
-                logprobs, _ = self._forward(self.model, micro, temperature=1.0)
-                if not micro.dummy:
-                    total -= logprobs.cpu().double().sum()
-        self._reset()
+    def logprobs(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]:
+        """Return log π of the sampled tokens of each sequence, [N] float32, at temperature 1. A collective.
 
-        if self.ranks > 1:
-            dist.all_reduce(total)
-        return float(total) / sum(sample.sampled_tokens for sample in samples)
+        Before the first update of a step, or between steps. No part of the step's FLOPs.
+        """
+        samples = _demonstration_samples(sequences, first=0)
+        own: dict[SampleKey, Tensor] = {}
+        with torch.no_grad():
+            for micro in self._microbatches(samples, NO_FLOPS):
+                logprobs, _ = self._forward(self.model, micro, temperature=1.0)
+                own |= _by_sample(logprobs, micro)
+
+        gathered = all_gather_logprobs(own, samples)
+        return [gathered[sample.key].numpy() for sample in samples]
 
     def finish(self) -> StepReport:
         """Compute the pending samples, update the parameters and close the step."""
@@ -281,6 +281,7 @@ class TrainStep:
 
     def _forward_backward(self, micro: MicroBatch) -> LossSums:
         algorithm = self.settings.algorithm
+        assert self._open_version is not None
         with self._timer.phase("forward"):
             reference_logprobs = None
             if self.reference is not None:
@@ -301,6 +302,7 @@ class TrainStep:
             weight_mask=micro.weight_mask,
             teacher_logprobs=micro.teacher_logprobs,
             teacher=self.settings.teacher,
+            same_version=micro.versions == self._open_version - 1,
             first_update=not self._results,
         )
         with self._timer.phase("backward"):

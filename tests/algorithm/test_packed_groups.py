@@ -23,7 +23,7 @@ def sent(groups: list[ScoredGroup]) -> tuple[list[ScoredGroup], bytes, list[pick
 
 def numbers(sample: Sample) -> list[object]:
     sequence = sample.sequence
-    arrays = (sequence.token_ids, sequence.sampled, sequence.logprobs)
+    arrays = (sequence.token_ids, sequence.sampled, sequence.logprobs, sequence.versions)
     rest = (sample.advantage, sample.weight, sample.key, sample.trajectory_tokens)
     return [*((array.dtype, array.tolist()) for array in arrays), *rest]
 

@@ -198,7 +198,9 @@ def play(path: Path, scenario: Scenario, mesh: DeviceMesh | None = None) -> Resu
     before = parameters(step.model)
     if scenario.before is not None:
         aborted_step(step, scenario)
-    cross_entropy = step.cross_entropy(scenario.demonstrations) if scenario.demonstrations else None
+    cross_entropy = None
+    if scenario.demonstrations:
+        cross_entropy = -float(np.concatenate(step.logprobs(scenario.demonstrations)).mean(dtype=np.float64))
     report = train(step, scenario)
     assert isinstance(step.optimizer, RecordingOptimizer)
     return Result(

@@ -79,7 +79,7 @@ def test_against_the_rollout_policy_the_mismatch_is_that_of_the_first_update(
     both = play(path, Scenario(moving, groups)).metrics
     first = play(path, Scenario(DAPO, groups[:4])).metrics
     names = [name for name in first if name.startswith("mismatch/")]
-    assert len(names) == 5
+    assert len(names) == 6
     assert {name: both[name] for name in names} == pytest.approx({name: first[name] for name in names}, rel=1e-5)
     assert both["kl/old"] > 2 * first["kl/old"]  # the second half, against the same rollout policy
 

@@ -10,6 +10,8 @@ weights before an evaluation, and hand the devices back after it.
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from app.config import RunConfig
 from app.errors import TrainerError
 from app.mode import ModeResult, train
@@ -75,7 +77,7 @@ class Supervised(PlacementController):
         trainer, demonstrator = self.context.trainer, self.context.demonstrator
         assert demonstrator is not None
         held_out = {
-            name: await trainer.cross_entropy(demonstrator.sequences(prompts))
+            name: -float(np.concatenate(await trainer.logprobs(demonstrator.sequences(prompts))).mean(dtype=np.float64))
             for name, prompts in self.context.evals.items()
         }
 
