@@ -126,7 +126,9 @@ class PlacementController(ABC):
         if not scored:
             await self.context.trainer.abort_step()
             return StepReport(step, 0, {})
-        await self.context.probe.check(self.context.trainer)
+        if self.context.probe.running:
+            with self.context.recorder.timeline.span("trainer", "compare with engines", step=step):
+                await self.context.probe.check(self.context.trainer)
 
         if (demonstrations := self.context.demonstrations) is not None:
             await self.context.trainer.add_demonstrations(demonstrations.of_step(step))

@@ -10,12 +10,15 @@ Invariants:
     - Engine and trainer compute with the same policy version, so that only rounding explains a difference.
     - Every prompt is new to the engines: nothing comes from a KV cache that an earlier policy filled. Tokens are
       sampled, not only scored, since prefill and decoding have kernels of their own.
-    - The first syncs are probed, later ones now and then: 16 tokens decode in the time of any other request, and the
-      trainer computes one more pass of a few hundred tokens. A step whose on-policy tokens differ
-      (`mismatch/kl_same_version`) has the next sync probed.
+    - The first syncs are probed, and every 20th: 8 tokens decode beside all other requests, and the trainer computes
+      one more pass of a hundred tokens.
+    - In all probes together the trainer waits for engines in at most 1 % of the run. A later version has to show what
+      was not sampled by then. Only after a step whose on-policy tokens differed (`mismatch/kl_same_version`) does it
+      wait for the engines' answer.
 """
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -30,9 +33,10 @@ from app.types import Completion, GroupRequest, Prompt, Sampling, TokenSequence
 PROMPT_TOKENS = 16
 TOKEN_IDS = (4, 60)  # letters, digits and punctuation in byte-level vocabularies: no special token
 COMPLETIONS = 4
-MAX_TOKENS = 16
-FIRST = 3  # syncs that are probed in any case
-INTERVAL = 20  # policy versions between later probes
+MAX_TOKENS = 8
+FIRST = 3  # probes that follow each other
+INTERVAL = 20  # policy versions between later ones
+WAIT_SHARE = 0.01  # of a run
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,21 +65,26 @@ class EngineProbe:
         self.dtype = dtype
         self.tolerance = TOLERANCES[dtype]
         self.warn = warn
+        self._next_version = 0  # that is probed
         self._first_left = FIRST
+        self._retry = 1  # versions until the next probe if engines are late
         self._suspected = False  # by the tokens of a step
+        self._started_s = time.monotonic()
+        self._waited_s = 0.0
         self._version = 0  # of the probe that runs
         self._prompt = np.zeros(0, dtype=np.int32)
         self._running: dict[str, asyncio.Task[list[Completion]]] = {}  # by the engine's name
 
+    @property
+    def running(self) -> bool:
+        return bool(self._running)
+
     def start(self, version: int, engines: Sequence[RolloutEngine]) -> None:
         """Have these engines, which hold policy `version`, sample if a probe is due. Does not wait."""
         self.cancel()
-        due = self._first_left > 0 or self._suspected or version % INTERVAL == 0
-        if self.probe is Probe.never or not due:
+        if self.probe is Probe.never or (version < self._next_version and not self._suspected):
             return
 
-        self._first_left -= 1
-        self._suspected = False
         self._version = version
         self._prompt = np.random.default_rng(version).integers(*TOKEN_IDS, PROMPT_TOKENS).astype(np.int32)
         sampling = Sampling(temperature=1.0, top_p=1.0, max_tokens=MAX_TOKENS)
@@ -91,11 +100,20 @@ class EngineProbe:
         Raises:
             RunError: An engine differs by more than rounding explains, with `weight_sync.probe=stop`.
         """
+        began = time.monotonic()
+        patience = None if self._suspected else max(WAIT_SHARE * (began - self._started_s) - self._waited_s, 0.0)
+        _, late = await asyncio.wait(self._running.values(), timeout=patience)
         running, self._running = self._running, {}
+        self._waited_s += time.monotonic() - began
+        self._schedule(late=bool(late))
+
         sampled: dict[str, list[TokenSequence]] = {}
         for name, task in running.items():
+            if task in late:
+                task.cancel()
+                continue
             try:
-                sampled[name] = self._sequences(await task)
+                sampled[name] = self._sequences(task.result())
             except EngineError:
                 continue  # the supervisor replaces the engine, and syncs the new one
 
@@ -117,6 +135,16 @@ class EngineProbe:
         for task in self._running.values():
             task.cancel()
         self._running = {}
+
+    def _schedule(self, *, late: bool) -> None:
+        """Determine the next version that is probed, after engines were late or all have sampled."""
+        if late:
+            self._next_version = self._version + self._retry
+            self._retry = min(2 * self._retry, INTERVAL)
+            return
+        self._retry = 1
+        self._first_left -= 1
+        self._next_version = self._version + (1 if self._first_left > 0 else INTERVAL)
 
     def _sequences(self, completions: Sequence[Completion]) -> list[TokenSequence]:
         """Return the completions that policy `_version` alone sampled, as sequences."""

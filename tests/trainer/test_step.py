@@ -10,7 +10,7 @@ import torch
 from app.config.algorithm import Aggregation, AlgorithmConfig, Correction, Kl, OldPolicy, RatioLevel
 from app.config.trainer import TrainerConfig
 from app.errors import RunError, TrainerError
-from app.types import ScoredGroup
+from app.types import Group, ScoredGroup, VersionSpan
 from tests.model.support import relative
 from tests.trainer import plain
 from tests.trainer.support import (
@@ -69,6 +69,41 @@ def test_every_metric_has_its_own_denominator(path: Path, groups: list[ScoredGro
     assert (metrics["ratio/max"], metrics["ratio/min"], metrics["ratio/mean"]) == (1.0, 1.0, 1.0)
     assert metrics["trainer/tokens"] == sum(t.tokens for scored in groups for t in scored.group.trajectories)
     assert metrics["trainer/padding_fraction"] == 0.0  # one rank has no dummies
+
+
+def test_on_policy_tokens_have_a_mismatch_of_their_own(path: Path, groups: list[ScoredGroup]) -> None:
+    """A step that begins with policy 4 counts the tokens that policy 4 sampled, in sequences that others began."""
+    spanned = [replace(each, group=with_spans(each.group, stale=index % 3)) for index, each in enumerate(groups)]
+    scenario = Scenario(GRPO, spanned)
+    metrics = train(make_step(path, scenario), scenario, version=5).metrics
+    model = plain.transformers_model(path)
+    differences = []
+    with torch.no_grad():
+        for scored in spanned:
+            for trajectory in scored.group.trajectories:
+                logs, _ = plain.token_logprobs(model, trajectory, TEMPERATURE)
+                difference = logs - torch.as_tensor(trajectory.completion.logprobs).double()
+                differences.append(difference[trajectory.completion.spans[0].end :])
+    on_policy = torch.cat(differences)
+    kl = (on_policy.exp() - on_policy - 1).mean().item()
+    assert metrics["mismatch/kl_same_version"] == pytest.approx(kl, rel=1e-4)
+    assert metrics["mismatch/kl"] != pytest.approx(kl, rel=0.01)
+
+    assert "mismatch/kl_same_version" not in train(make_step(path, scenario), scenario, version=7).metrics
+
+
+def with_spans(group: Group, *, stale: int) -> Group:
+    """Let policy 3 have sampled the first `stale` tokens of each completion, and policy 4 the others."""
+
+    def spans(length: int) -> tuple[VersionSpan, ...]:
+        first = min(stale, length)
+        return VersionSpan(3, 0, first), VersionSpan(4, first, length)
+
+    members = [
+        replace(each, completion=replace(each.completion, spans=spans(len(each.completion.token_ids))))
+        for each in group.trajectories
+    ]
+    return replace(group, trajectories=tuple(members))
 
 
 def test_against_the_rollout_policy_the_mismatch_is_that_of_the_first_update(
