@@ -172,16 +172,16 @@ def test_no_two_probes_have_the_same_prompt() -> None:
     assert len({request.token_ids.tobytes() for request in engine.requests}) == FIRST
 
 
+ON_POLICY = {
+    "fully_async": ("placement=fully_async", "placement.max_staleness=0", "placement.in_flight=drain"),
+    "colocate": ("placement=colocate",),
+}
+
+
 @pytest.mark.parametrize("placement", ["fully_async", pytest.param("colocate", marks=pytest.mark.slow)])
 def test_a_run_whose_engine_keeps_copies_of_old_weights_ends_and_names_it(tmp_path: Path, placement: str) -> None:
     variables = caching_double.assignments(caching_double.environment(tmp_path))
-    overrides = (
-        f"placement={placement}",
-        "placement.max_staleness=0",
-        "steps=30",
-        "eval.every=0",
-        "eval.before_train=false",
-    )
+    overrides = (*ON_POLICY[placement], "steps=30", "eval.every=0", "eval.before_train=false")
     run = Run(tmp_path, *overrides, prefix=["env", *variables], imports_sglang=True)
     assert run.wait() == 1
     assert re.search(r"engine 0 .* policy [1-9]\b", run.text), run.text
