@@ -13,6 +13,7 @@ RAY: tuple[str, ...] = (  # with a test that uses the fixture `ray_session`, whi
     "rollout/test_adapters_engine.py",
     "rollout/test_client.py",
     "rollout/test_death.py",
+    "rollout/test_derived_weights.py",
     "rollout/test_engine.py",
     "rollout/test_episodes_engine.py",
     "rollout/test_lost_request.py",

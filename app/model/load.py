@@ -99,6 +99,12 @@ def load(
     return policy
 
 
+def reload(policy: PolicyModel, path: Path) -> None:
+    """Copy the tensors of the model directory to the policy again, each rank its own rows."""
+    with open_checkpoint(path) as checkpoint:
+        _fill(policy.causal_lm, policy.checkpoint_names, checkpoint)
+
+
 def _on_meta(path: Path, dtype: torch.dtype, trust_remote_code: bool) -> Any:
     register_packed()
     auto = transformers()

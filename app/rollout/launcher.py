@@ -45,7 +45,10 @@ def main(parent: int) -> None:
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args
 
+    from app.rollout.sglang_plugin.entry_points import require_hooks
+
     load_plugins()
+    require_hooks()
     run_server(prepare_server_args([*sys.argv[1:], f"--api-key={key}"]))  # "=": a key may begin with a dash
 
 

@@ -15,6 +15,7 @@ from app.device import device_of
 from app.mode.plan.memory import STATES_PER_REQUEST, TRACKING_STATES
 from app.model.policy import FLOAT32_PARAMETERS
 from app.rollout.server_args import engine_flags
+from app.rollout.sglang_plugin.derived_weights import LOADED, TRANSPOSED
 from tests.compose import composed
 from tests.device.packages import Package, installed, metadata, wheel
 
@@ -71,6 +72,7 @@ MENTIONED = {  # by file or folder below sglang/srt
     "lora/backend/torch_backend.py": ["pin_memory=True"],
     "utils": ["def init_custom_process_group", "PrefixStore(group_name"],
     "managers/scheduler_components/weight_updater": ["ignore_waiting="],
+    "plugins/hook_registry.py": ["cls._hooks[target].append((hook_type, hook,", "cls._patched.add(target)"],
 }
 
 
@@ -79,6 +81,44 @@ def test_what_we_override_call_and_rely_on_is_there(sglang: Package) -> None:
         missing = [text for text in texts if not sglang.mentions(text, f"sglang/srt/{path}".rstrip("/"))]
         assert missing == [], path
     assert sglang.defines("sglang/srt/lora/utils.py", "get_hidden_dim")
+
+
+def test_the_transposed_convolutions_of_npus_need_our_refresh(sglang: Package) -> None:
+    """Where this fails because SGLang wraps the convolution's loader, the hook of `derived_weights` can go."""
+    backend = sglang.read("sglang/srt/hardware_backend/npu/attention/ascend_gdn_backend.py")
+    assert f'getattr(layer, "{TRANSPOSED}", None)' in backend
+    assert "layer.conv_weights.transpose(0, 1).contiguous()" in backend
+    assert not sglang.mentions("wrap_conv1d_weight_loader", "sglang/srt")
+
+
+def test_every_load_of_weights_ends_with_the_method_that_we_hook(sglang: Package) -> None:
+    """A sync over any transport, a delta, and a checkpoint from disk."""
+    *_, owner, method = LOADED.split(".")
+    call = f"{owner}.{method}("
+    updater = "sglang/srt/model_executor/model_runner_components/weight_updater.py"
+    assert last_statement(sglang, updater, "end_weight_update").startswith(call)
+    assert last_statement(sglang, "sglang/srt/model_loader/loader.py", "load_weights_and_postprocess").startswith(call)
+    assert "loader.load_weights_and_postprocess(model, iter, target_device)" in sglang.read(updater)
+
+    # Both transports work in a session only, which this closes.
+    scheduler = sglang.read("sglang/srt/managers/scheduler_components/weight_updater.py")
+    assert "update_weights_from_distributed must run between" in scheduler
+    assert "update_weights_from_tensor must run between" in scheduler
+    assert "runner.weight_updater.end_weight_update(run_post_load=run_post_load)" in scheduler
+
+
+def last_statement(package: Package, path: str, function: str) -> str:
+    """The last statement of the first function of that name."""
+    nodes = [node for node in ast.walk(package.tree(path)) if isinstance(node, ast.FunctionDef)]
+    return ast.unparse(next(node for node in nodes if node.name == function).body[-1])
+
+
+def test_the_other_copies_of_weights_are_refreshed_by_sglang(sglang: Package) -> None:
+    """Or are none: the list is in docs/hardware.md."""
+    assert "gemma_weight" in last_statement(sglang, "sglang/srt/layers/layernorm.py", "_weight_loader")
+    model = sglang.read("sglang/srt/models/qwen3_5.py")
+    for view in ("qkvz.weight.data = fused[", "ba.weight.data = fused[", "conv_weights = self.conv1d.weight.view("):
+        assert view in model, view
 
 
 @pytest.mark.parametrize("kind", list(DeviceKind))

@@ -20,6 +20,7 @@ PAGES = (
     ROOT / "README.md",
     ROOT / "docs" / "performance.md",
     ROOT / "docs" / "placements.md",
+    ROOT / "docs" / "weight_sync.md",
     ROOT / "docs" / "experiments" / "cpu1_smollm2.md",
 )
 BLOCK = re.compile(r"(<!-- measured: (\w+) -->\n)(.*?)(<!-- end -->)", re.S)

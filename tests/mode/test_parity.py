@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,22 +16,29 @@ from app.config.model import LoraConfig
 from app.errors import FAILED_EXIT
 from app.mode import parity
 from app.mode.parity import (
+    ADAPTED,
     BOUNDS,
     ENGINE_FLOAT32,
     FILE,
     LENGTHS,
+    PERTURBED,
+    SYNCED,
     Outcome,
     comparisons,
     compute,
     fixed_batch,
     layer_of,
-    mean_difference,
+    mean_differences,
 )
 from app.mode.parity.engine import Sampled
+from app.mode.parity.weights import NOISE, Versions, set_weights
 from app.model.kernels import CPU_KERNELS
+from app.model.load import load
 from app.model.packing import Packing
+from app.model.policy import named_checkpoint_tensors
 from app.types import Completion, FinishReason
 from tests.compose import composed
+from tests.rollout.caching_double import REFRESHED, assignments, environment
 from tests.runs import Run
 
 CPU = torch.device("cpu")
@@ -45,17 +53,55 @@ def failing(outcome: Outcome, reference: Outcome, dtype: Dtype) -> list[str]:
     return [line.what for line in comparisons(outcome, reference, BOUNDS[dtype]) if not line.passed]
 
 
+def errors_of(run: Run) -> dict[str, float]:
+    """By the name of their line."""
+    return {line["what"]: line["error"] for line in json.loads((run.folder / FILE).read_text())["comparisons"]}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("overrides", [["placement=colocate", "placement.devices=2"], ["placement=fully_async"]])
+def test_the_engine_agrees_too(overrides: list[str], start: Callable[..., Run]) -> None:
+    run = start("mode=parity", *overrides)
+    assert run.wait() == 0, run.text
+    assert run.gone_within(15), run.processes()
+    errors = errors_of(run)
+    assert errors[SYNCED] == 0
+    assert all(0 < errors[name] < 1e-5 for name in PERTURBED)
+    assert "all within bounds" in run.text
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("placement", ["colocate", "fully_async"])
-def test_the_engine_agrees_too(placement: str, start: Callable[..., Run]) -> None:
-    run = start("mode=parity", f"placement={placement}")
-    assert run.wait() == 0, run.text
-    assert run.gone_within(15), run.processes()
-    lines = {line["what"]: line for line in json.loads((run.folder / FILE).read_text())["comparisons"]}
-    assert lines["weight syncs unlike the exported checkpoint"]["error"] == 0
-    assert 0 < lines["engine's log-probabilities"]["error"] < 1e-5
-    assert "all within bounds" in run.text
+def test_an_engine_with_old_copies_of_weights_fails(placement: str, tmp_path: Path) -> None:
+    """Its weights are those of the checkpoint, and so are its copies: only noise shows that it keeps some."""
+    variables = assignments(environment(tmp_path))
+    run = Run(tmp_path, "mode=parity", f"placement={placement}", prefix=["env", *variables], imports_sglang=True)
+    try:
+        assert run.wait() == FAILED_EXIT, run.text
+    finally:
+        run.end()
+    errors = errors_of(run)
+    assert errors[SYNCED] == 0
+    assert errors[PERTURBED[1]] > 100 * ENGINE_FLOAT32
+    assert errors[PERTURBED[0]] < ENGINE_FLOAT32
+    assert errors[PERTURBED[2]] < ENGINE_FLOAT32
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("placement", ["colocate", "fully_async"])
+def test_an_engine_whose_copies_are_refreshed_agrees(placement: str, tmp_path: Path) -> None:
+    """The last sync is not followed by a load of the export: what it alone refreshes is enough."""
+    variables = assignments(environment(tmp_path, REFRESHED))
+    run = Run(tmp_path, "mode=parity", f"placement={placement}", prefix=["env", *variables], imports_sglang=True)
+    try:
+        assert run.wait() == 0, run.text
+    finally:
+        run.end()
+    errors = errors_of(run)
+    assert all(0 < errors[name] < 1e-5 for name in PERTURBED)
 
 
 @pytest.mark.slow
@@ -64,24 +110,56 @@ def test_the_engine_agrees_too(placement: str, start: Callable[..., Run]) -> Non
 def test_the_engine_agrees_under_every_version_of_the_adapters(placement: str, start: Callable[..., Run]) -> None:
     run = start("mode=parity", "model=tiny_lora", f"placement={placement}")
     assert run.wait() == 0, run.text
-    lines = {line["what"]: line for line in json.loads((run.folder / FILE).read_text())["comparisons"]}
-    for version in (0, 1):
-        assert 0 < lines[f"engine's log-probabilities under adapter {version}"]["error"] < 1e-5
-    assert {"gradient of layer 0", "gradient of layer 1"} <= set(lines)
-    assert "gradient of embed_tokens" not in lines  # frozen
+    errors = errors_of(run)
+    assert all(0 < errors[name] < 1e-5 for name in ADAPTED)
+    assert {"gradient of layer 0", "gradient of layer 1"} <= set(errors)
+    assert "gradient of embed_tokens" not in errors  # frozen
 
 
-def test_adapters_of_another_version_are_detected(tiny_model: Path) -> None:
-    lora = LoraConfig(rank=4)
+@pytest.mark.parametrize("rank", [0, 4])
+def test_weights_of_another_version_are_detected(rank: int, tiny_model: Path) -> None:
+    """Those of the checkpoint with noise, or those of adapters."""
+    config = composed(f"model.path={tiny_model}", f"model.lora.rank={rank}")
     prompt = np.arange(4, 10, dtype=np.int32)
     tokens = np.arange(20, 29, dtype=np.int32)
     completion = Completion(tokens, np.zeros(9, dtype=np.float32), FinishReason.stop, spans=())
-    differences = [
-        mean_difference(tiny_model, Sampled(True, "", prompt, [completion], seed), trust_remote_code=False, lora=lora)
-        for seed in (1, 1, 2)
-    ]
-    assert differences[0] == differences[1]
-    assert abs(differences[2] - differences[0]) > ENGINE_FLOAT32
+    sampled = [Sampled(True, "", prompt, [completion], seed) for seed in (None, 1, 2, 1)]
+    checkpoint, first, second, again = mean_differences(config, tiny_model, sampled)
+    assert first == again
+    assert all(
+        abs(a - b) > 10 * ENGINE_FLOAT32 for a, b in ((checkpoint, first), (first, second), (second, checkpoint))
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_noise_changes_every_entry_by_five_percent(dtype: torch.dtype, tiny_model: Path) -> None:
+    plain, noisy = (load(tiny_model, mesh=None, device=CPU) for _ in range(2))
+    set_weights(noisy, 1, dtype)
+    ratios = []
+    for (name, before), (_, after) in zip(
+        named_checkpoint_tensors(plain), named_checkpoint_tensors(noisy), strict=True
+    ):
+        assert torch.equal(after, after.to(dtype).float()), name
+        ratios.append((after / before)[before != 0].flatten())
+    ratio = torch.cat(ratios)
+    assert (ratio - 1).abs().tolist() == pytest.approx(
+        [NOISE] * len(ratio), abs=1e-5 if dtype is torch.float32 else 0.01
+    )
+    assert 0.45 < (ratio > 1).double().mean() < 0.55
+    assert noisy.causal_lm.lm_head.weight is noisy.causal_lm.get_input_embeddings().weight  # tied, and noisy once
+
+
+def test_the_weights_of_the_checkpoint_come_back(tiny_model: Path) -> None:
+    rank = SimpleNamespace(
+        model=load(tiny_model, mesh=None, device=CPU),
+        spec=SimpleNamespace(lora=LoraConfig(), model_path=tiny_model, dtype=Dtype.float32),
+    )
+    before = {name: tensor.clone() for name, tensor in named_checkpoint_tensors(rank.model)}
+    versions = Versions(rank)
+    versions.set(1)
+    assert not any(torch.equal(before[name], tensor) for name, tensor in named_checkpoint_tensors(rank.model))
+    versions.set(None)
+    assert all(torch.equal(before[name], tensor) for name, tensor in named_checkpoint_tensors(rank.model))
 
 
 def test_a_weight_sync_that_differs_fails(
@@ -135,7 +213,8 @@ def test_the_engine_difference_is_the_mean_over_completion_tokens(tiny_model: Pa
         completions.append(Completion(tokens, logprobs - np.float32(error), FinishReason.stop, spans=()))
 
     sampled = Sampled(True, "", prompt, completions)
-    assert mean_difference(tiny_model, sampled, trust_remote_code=False) == pytest.approx(9 * 0.4 / 12, abs=1e-5)
+    config = composed(f"model.path={tiny_model}")
+    assert mean_differences(config, tiny_model, [sampled]) == pytest.approx([9 * 0.4 / 12], abs=1e-5)
 
 
 def test_bfloat16_stays_within_its_bounds(tiny_model: Path, reference: Outcome) -> None:

@@ -1,7 +1,8 @@
 """`mode=parity`: does this device compute the same as a CPU in float32?
 
 - Engine: a weight sync into a real engine must equal the exported checkpoint, and the log-probabilities of the engine's
-  completions must equal those of the reference model; with LoRA, for each of several versions of random adapters.
+  completions must equal those of the reference model, also after a sync of weights with noise and one that takes it
+  back; with LoRA, for each of several versions of random adapters.
 - Trainer: a fixed packed batch runs forward and backward on the device and on the CPU, with the loading, packing,
   attention and head of training. Log-probabilities, a policy-gradient loss and the gradients of each layer must agree.
 
@@ -28,7 +29,8 @@ from app.config.model import LoraConfig
 from app.device import device_of
 from app.errors import FAILED_EXIT
 from app.mode import ModeResult
-from app.mode.parity.engine import Sampled, sample
+from app.mode.parity.engine import ADAPTER_SEEDS, Sampled, sample
+from app.mode.parity.weights import set_weights
 from app.model.hf_directory import locate
 from app.model.kernels import CPU_KERNELS, Kernels, kernels_of
 from app.model.load import load
@@ -44,6 +46,9 @@ CPU = torch.device("cpu")
 
 SYNCED = "weight syncs unlike the exported checkpoint"
 SYNCED_BOUND = 0.5  # the error is the number of such syncs, 0 or 1
+ENGINE = "engine's log-probabilities"
+PERTURBED = (ENGINE, f"{ENGINE} with noise in the weights", f"{ENGINE} without it again")  # by version
+ADAPTED = tuple(f"{ENGINE} under adapter {version}" for version in range(len(ADAPTER_SEEDS)))
 ENGINE_FLOAT32 = 1e-4  # bound for another implementation of the same model
 log = logging.getLogger(__name__)
 
@@ -123,23 +128,29 @@ def engine_comparisons(config: RunConfig, path: Path, folder: Path) -> list[Comp
         return [Comparison(SYNCED, float(len(failed)), SYNCED_BOUND)]
 
     bound = max(BOUNDS[config.device.dtype].logprob, ENGINE_FLOAT32)
-    lines = [Comparison(SYNCED, 0.0, SYNCED_BOUND)]
-    for version, each in enumerate(sampled):
-        what = "engine's log-probabilities" + (f" under adapter {version}" if config.model.lora.enabled else "")
-        trust = config.model.trust_remote_code
-        difference = mean_difference(path, each, trust_remote_code=trust, lora=config.model.lora)
-        lines.append(Comparison(what, difference, bound))
-    return lines
+    names = ADAPTED if config.model.lora.enabled else PERTURBED
+    differences = mean_differences(config, path, sampled)
+    lines = [Comparison(name, error, bound) for name, error in zip(names, differences, strict=True)]
+    return [Comparison(SYNCED, 0.0, SYNCED_BOUND), *lines]
 
 
-def mean_difference(path: Path, sampled: Sampled, *, trust_remote_code: bool, lora: LoraConfig | None = None) -> float:
-    """Return the mean absolute difference between engine and reference log-probabilities, in nats."""
-    model = load(path, mesh=None, device=CPU, trust_remote_code=trust_remote_code, lora=lora)
-    if sampled.seed is not None:
-        randomize(model.causal_lm, sampled.seed)
-    batch = packed([(sampled.prompt, completion) for completion in sampled.completions], CPU)
-    with torch.no_grad():
-        return (logprobs_of(model, batch) - batch.rollout_logprobs).abs().mean().item()
+def mean_differences(config: RunConfig, path: Path, sampled: Sequence[Sampled]) -> list[float]:
+    """Return the mean absolute differences between engine and reference log-probabilities, in nats, by version."""
+    trust, lora = config.model.trust_remote_code, config.model.lora
+    differences = [math.nan] * len(sampled)
+    for seed in dict.fromkeys(each.seed for each in sampled):
+        model = load(path, mesh=None, device=CPU, trust_remote_code=trust, lora=lora)
+        if seed is not None:
+            set_weights(model, seed, getattr(torch, config.device.dtype.name))
+
+        for version, each in enumerate(sampled):
+            if each.seed == seed:
+                batch = packed([(each.prompt, completion) for completion in each.completions], CPU)
+                with torch.no_grad():
+                    difference = logprobs_of(model, batch) - batch.rollout_logprobs
+                differences[version] = difference.abs().mean().item()
+        del model  # before the next one is loaded
+    return differences
 
 
 def compute(

@@ -1,8 +1,9 @@
 """The engine's half of `mode=parity`: start the components of a run, sync weights, and sample. No training.
 
 The weight sync is that of a training step, with `weight_sync.verify=always`: the engine's weights are compared with an
-exported checkpoint. The completions come back with the engine's log-probabilities. With LoRA several versions of random
-adapters are synced and sampled, one after the other.
+exported checkpoint. The completions come back with the engine's log-probabilities. Several versions are synced and
+sampled, one after the other: with LoRA two of random adapters, otherwise the checkpoint, the checkpoint with noise and
+the checkpoint again. Only the first two syncs load the export too, so the last one shows what a sync alone refreshes.
 """
 
 import asyncio
@@ -11,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from app.config.placement import PlacementKind
 from app.config.weight_sync import Verify
 from app.device import device_of
 from app.errors import SyncError
+from app.mode.parity.weights import Versions
 from app.mode.session import RolloutWorkers, TrainerWorkers, start_rollout_workers, start_trainer_workers
 from app.placement.time_sharing import TimeSharing
 from app.tracking.run_folder.timeline import Timeline
@@ -30,7 +31,8 @@ PROMPT_TOKENS = 16
 GROUP_SIZE = 8
 MAX_TOKENS = 32
 ADAPTER_SEEDS = (1, 2)  # of the adapters of the policy versions 0 and 1
-EXTENSION = "random_adapters"
+SEEDS = (None, 1, None)  # without adapters: of the noise of the versions 0 to 2; None: the checkpoint
+EXTENSION = "versions"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,20 +43,7 @@ class Sampled:
     error: str  # empty if synced
     prompt: np.ndarray  # [P] int32
     completions: Sequence[Completion]
-    seed: int | None = None  # of the adapters; None: the model has none
-
-
-class RandomAdapters:
-    """An extension of a trainer rank that sets its adapters to noise."""
-
-    def __init__(self, trainer_rank: Any):
-        self.model = trainer_rank.model
-
-    def set(self, seed: int) -> None:
-        """Set the adapters of a seed: those of `randomize`."""
-        from app.model.lora.wrap import randomize
-
-        randomize(self.model.causal_lm, seed)
+    seed: int | None = None  # of its weights, see `weights.py`; None: the checkpoint
 
 
 @dataclass
@@ -88,17 +77,18 @@ def sample(config: RunConfig, folder: Path) -> list[Sampled]:
 async def _sample(config: RunConfig, folder: Path) -> list[Sampled]:
     device = device_of(config.device.kind)
     recorder = StderrRecorder()
-    seeds: Sequence[int | None] = ADAPTER_SEEDS if config.model.lora.enabled else (None,)
+    seeds: Sequence[int | None] = ADAPTER_SEEDS if config.model.lora.enabled else SEEDS
 
     async with (
         start_rollout_workers(config, device, folder, recorder) as workers,
         start_trainer_workers(config, device, folder, workers, first=True) as made,
     ):
-        if config.model.lora.enabled:
-            await made.trainer.attach(EXTENSION, RandomAdapters)
+        await made.trainer.attach(EXTENSION, Versions)
         sampled: list[Sampled] = []
         for version, seed in enumerate(seeds):
             sampled.append(await _sample_version(config, workers, made, recorder, version, seed))
+            if not sampled[-1].synced:
+                break
         return sampled
 
 
@@ -118,8 +108,8 @@ async def _sample_version(
 
     if colocated and version:
         await devices.give_to_trainer()
-    if seed is not None:
-        await made.trainer.call(EXTENSION, RandomAdapters.set, seed=seed)
+    if version or seed is not None:
+        await made.trainer.call(EXTENSION, Versions.set, seed=seed)
     recorder.status("syncing weights")
     try:
         if colocated:

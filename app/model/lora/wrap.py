@@ -55,7 +55,7 @@ def initialize(causal_lm: nn.Module, seed: int) -> None:
         if not isinstance(module, LoraLinear):
             continue
         bound = 1 / sqrt(module.in_features)
-        values = torch.empty(module.lora_A.shape).uniform_(-bound, bound, generator=_generator(f"{seed}/{name}"))
+        values = torch.empty(module.lora_A.shape).uniform_(-bound, bound, generator=seeded(f"{seed}/{name}"))
         _copy(module.lora_A, values)
         local_shard(module.lora_B).zero_()
 
@@ -69,14 +69,14 @@ def randomize(causal_lm: nn.Module, seed: int) -> None:
     for name, module in causal_lm.named_modules():
         if not isinstance(module, LoraLinear):
             continue
-        generator = _generator(f"{seed}/{name}")
+        generator = seeded(f"{seed}/{name}")
         rank = module.lora_A.shape[0]
         _copy(module.lora_A, torch.randn(module.lora_A.shape, generator=generator))
         size = NOISE / (module.scale * sqrt(rank))
         _copy(module.lora_B, size * torch.randn(module.lora_B.shape, generator=generator))
 
 
-def _generator(key: str) -> torch.Generator:
+def seeded(key: str) -> torch.Generator:
     """Return a generator on the host, seeded by a text."""
     return torch.Generator().manual_seed(int.from_bytes(sha256(key.encode()).digest()[:7]))
 

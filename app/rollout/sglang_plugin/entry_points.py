@@ -12,6 +12,7 @@ from app.utils.process import MARK, SHARED_MEMORY, run_prefix
 
 DEVICE_VARIABLE = "POSTTRAIN_ENGINE_DEVICE"
 SYNCHRONIZE = "torch.cuda.synchronize"  # the weight checker of SGLang 0.5.22 calls it on every device
+SCHEDULER = "sglang.srt.managers.scheduler.Scheduler.__init__"
 LOAD_REPORTS = "sglang.srt.managers.load_snapshot.shm_path_for"
 RANDOM_CHARACTERS = 16
 
@@ -28,10 +29,12 @@ def load() -> None:
 
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from app.rollout.sglang_plugin import delta_loader, lora_layers, request_report
+    from app.rollout.sglang_plugin import delta_loader, derived_weights, lora_layers, request_report
 
     loader, manager = delta_loader.DeltaLoader(), lora_layers.MANAGER
     hooks: list[tuple[str, Any, Any]] = [
+        (SCHEDULER, require_hooks, HookType.BEFORE),
+        (derived_weights.LOADED, derived_weights.refresh_convolutions, HookType.AFTER),
         (delta_loader.LOAD_FROM_COLLECTIVE, loader.from_collective, HookType.AROUND),
         (delta_loader.LOAD_FROM_IPC, loader.from_ipc, HookType.AROUND),
         (manager + "init_lora_shapes", lora_layers.without_embeddings, HookType.AROUND),
@@ -55,6 +58,24 @@ def load() -> None:
         name_shared_memory()
     for hook in hooks:
         HookRegistry.register(*hook)
+
+
+def require_hooks(*_: Any, **__: Any) -> None:
+    """Raise `RuntimeError` unless SGLang has installed all our hooks; the server does not start then.
+
+    SGLang 0.5.23 only logs a plugin that raises and a target that it cannot patch. A server's main process calls this,
+    and by a hook each of its schedulers.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    ours = {
+        target
+        for target, hooks in HookRegistry._hooks.items()
+        if any(getattr(hook, "__module__", "").startswith("app.") for _, hook, _ in hooks)
+    }
+    if missing := {SCHEDULER, *ours} - HookRegistry._patched:
+        why = "its log says why, or SGLANG_PLUGINS excludes them"
+        raise RuntimeError(f"SGLang has not installed this package's hooks of {', '.join(sorted(missing))}: {why}")
 
 
 def skip_synchronize(*_: Any) -> None:

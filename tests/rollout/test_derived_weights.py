@@ -1,0 +1,124 @@
+"""What an engine derived from its weights follows them, however they are loaded."""
+
+import asyncio
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+import torch
+
+from app.cluster.actors import cores_of_ranks
+from app.config.device import Dtype
+from app.config.weight_sync import SyncMode, Verify
+from app.rollout.sglang_plugin.derived_weights import TRANSPOSED, refresh_convolutions
+from app.types import Completion, GroupRequest
+from tests.rollout.caching_double import REFRESHED, environment
+from tests.rollout.support import host_spec, noisy_model, remote, request, server_spec, transformers_logprobs
+from tests.weight_sync.support import make_synchronizer, make_trainer, set_weights, started
+
+CACHED = ("o_proj.weight", "down_proj.weight")  # by the double
+BF16_ERROR = 0.1  # nats, on average
+
+
+class Layer(torch.nn.Module):
+    """As SGLang's linear attention: a view of the convolution's parameter, and with it the copy of its backend."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(6, 1, 4))
+        self.conv_weights = self.weight.view(6, 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_transposed_convolution_is_refreshed_in_its_memory(dtype: torch.dtype) -> None:
+    """Also one that was made in inference mode, and one that was cast."""
+    model = torch.nn.Sequential(Layer(), torch.nn.Linear(2, 2), Layer())
+    with torch.inference_mode():
+        copy = model[0].conv_weights.transpose(0, 1).contiguous().to(dtype)
+    setattr(model[0], TRANSPOSED, copy)
+    address = copy.data_ptr()
+
+    with torch.no_grad():
+        model[0].weight.copy_(torch.arange(24.0).view(6, 1, 4))
+    refresh_convolutions(None, model, torch.device("cpu"))
+    assert copy.data_ptr() == address
+    assert copy.tolist() == [[4.0 * channel + tap for channel in range(6)] for tap in range(4)]
+    assert not hasattr(model[2], TRANSPOSED)  # not used yet
+
+
+# --- a real engine of two ranks that keeps copies
+
+
+@pytest.fixture(scope="module")
+def caching(ray_session: None, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]]:
+    """Two trainer ranks, and an engine in bfloat16 whose two ranks keep copies where the application refreshes them."""
+    folder = tmp_path_factory.mktemp("caching")
+    server = server_spec(tiny_model, folder, name="engine 0", dtype="bfloat16", tp_size=2)
+    variables = environment(folder, REFRESHED) | {"SGLANG_CPU_OMP_THREADS_BIND": cores_of_ranks(os.cpu_count() or 1, 2)}
+    server = replace(server, environment={**server.environment, **variables}, fork=None)
+    engine = remote(host_spec(folder, name="engine 0", server=server))
+    trainer = make_trainer(tiny_model, folder, ranks=2, dtype=Dtype.bfloat16)
+
+    async def both() -> None:
+        await asyncio.gather(engine.start(300), started(trainer))
+
+    asyncio.run(both())
+    yield trainer, engine
+    asyncio.run(engine.stop())
+    for actor in (engine.actor, *trainer.ranks):
+        ray.kill(actor)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("way", "seed"), [("ipc", 1), ("collective", 2), ("delta", 3), ("disk", 4)])
+async def test_an_engine_that_keeps_copies_computes_with_the_weights_that_it_loaded_last(
+    way: str, seed: int, caching: tuple[Any, Any], tiny_model: Path, tmp_path: Path
+) -> None:
+    trainer, engine = caching
+    policy = noisy_model(tiny_model, seed)
+    if way == "disk":
+        policy.save_pretrained(tmp_path / "export")
+        await engine.update("update_weights_from_disk", {"model_path": str(tmp_path / "export"), "flush_cache": True})
+    else:
+        await sync(way, trainer, engine, seed, tmp_path)
+
+    given = request(group_size=8, max_tokens=24)
+    completions = await engine.generate(given)
+    assert mean_difference(policy, completions, given) < BF16_ERROR
+    assert mean_difference(with_old_copies(policy, tiny_model), completions, given) > 4 * BF16_ERROR
+
+
+async def sync(way: str, trainer: Any, engine: Any, seed: int, folder: Path) -> None:
+    """Sync the weights of a seed, as a delta onto those of the checkpoint where that is the way."""
+    transport, mode = ("collective", SyncMode.delta) if way == "delta" else (way, SyncMode.full)
+    synchronizer = await make_synchronizer(
+        transport, trainer, [engine], folder, mode=mode, verify=Verify.never, tensor_parallel=2, bucket_mib=0.05
+    )
+    if mode is SyncMode.delta:
+        await set_weights(trainer, 0)
+        await synchronizer.sync(10 * seed)
+    await set_weights(trainer, seed)
+    report = await synchronizer.sync(10 * seed + 1)
+    assert (report.changed_fraction is not None) == (mode is SyncMode.delta)
+    await synchronizer.close()
+    await synchronizer.abort()
+
+
+def with_old_copies(policy: Any, model: Path) -> Any:
+    """The policy with the checkpoint's tensors where the double keeps copies."""
+    old = noisy_model(model, 0)
+    state = {name: tensor for name, tensor in policy.state_dict().items() if not name.endswith(CACHED)}
+    old.load_state_dict(state, strict=False)
+    return old
+
+
+def mean_difference(policy: Any, completions: list[Completion], given: GroupRequest) -> float:
+    """Between the log-probabilities of these completions and transformers', in nats."""
+    differences = [np.abs(each.logprobs - transformers_logprobs(policy, each, given)) for each in completions]
+    return float(np.concatenate(differences).mean())
