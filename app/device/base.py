@@ -43,10 +43,10 @@ Fork = Callable[[Sequence[str], Mapping[str, str], int], ServerProcess]
 
 @dataclass(frozen=True, slots=True)
 class LinearKernels:
-    """Kernels of gated delta-nets over packed sequences, see app/device/cuda.py."""
+    """Kernels of gated delta-nets over packed sequences, see app/device/linear_attention.py. Without one, torch's."""
 
-    convolve: "Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]"
-    delta_rule: "Callable[..., Tensor]"
+    convolve: "Callable[..., Tensor] | None" = None
+    delta_rule: "Callable[..., Tensor] | None" = None
 
 
 @dataclass(frozen=True, slots=True)
