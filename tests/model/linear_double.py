@@ -11,12 +11,12 @@ from app.device.base import LinearKernels
 
 def convolve(channels: Tensor, weight: Tensor, _: Tensor, host_cu_seqlens: Tensor, chunk_indices: Tensor) -> Tensor:
     require_chunks(host_cu_seqlens, chunk_indices)
-    width = weight.shape[1]
+    width, by_place = weight.shape[1], weight.double().T
     out = []
     for start, end in pairwise(host_cu_seqlens.tolist()):
         own = channels[0, start:end].double()
         before = torch.cat([own.new_zeros(width - 1, own.shape[1]), own])
-        out += [(before[token : token + width] * weight.double().T).sum(0) for token in range(end - start)]
+        out += [(before[token : token + width] * by_place).sum(0) for token in range(end - start)]
     return silu(torch.stack(out))[None].to(channels.dtype)
 
 
