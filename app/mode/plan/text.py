@@ -3,6 +3,7 @@
 import math
 import shlex
 from collections.abc import Mapping
+from dataclasses import replace
 
 from app.config import RunConfig
 from app.config.model import ModelConfig
@@ -20,7 +21,7 @@ from app.mode.plan.duration import (
 from app.mode.plan.memory import EngineMemoryPlan, MemoryPlan, Phase, capacity, plan_engine, plan_memory
 from app.model.architecture import Architecture
 from app.model.lora.count import adapter_parameters
-from app.rollout.server_args import render_flags, teacher_flags
+from app.rollout.server_args import engine_flags, render_flags, teacher_flags
 from app.tracking.number_format import duration
 from app.utils.units import GIB, MIB, size
 
@@ -119,6 +120,22 @@ def time(config: RunConfig, device: Device, model: Architecture, flags: Mapping[
         f"{device.peak_tflops:g} TFLOP/s), sync about {seconds.sync:.1f} s",
         f"  a step: about {seconds.total:.0f} s ({bound}); {config.steps} steps: about "
         f"{duration(config.steps * seconds.total)}, without start, evaluations and checkpoints",
+    ]
+
+
+def linear_attention(config: RunConfig, device: Device, model: Architecture) -> list[str]:
+    """How the trainer computes linear attention, and what it costs where the kernels are missing or refused."""
+    if model.linear is None or device.linear_attention is None:
+        return []
+
+    looped = replace(device, linear_attention=None)
+    kernels, loop = (training_seconds(config, each, model) for each in (device, looped))
+    phases = plan_memory(config, looped, model, engine_flags(config, looped)).phases
+    largest = max(phase.bytes for phase in phases if phase.name == "backward of a layer")
+    return [
+        f"Linear attention trains in the kernels of {device.linear_attention}",
+        f"  in torch's loop, where they are not installed or do not work, training takes about {loop:.0f} s instead of "
+        f"{kernels:.0f}, and the backward of a layer {_gib(largest)}",
     ]
 
 
