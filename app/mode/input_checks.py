@@ -165,7 +165,7 @@ def linear_attention(run: RunInputs) -> Iterator[Finding]:
         return
     message = (
         f"the linear attention of {run.config.model.path} trains in transformers' torch loop over chunks of 64 tokens, "
-        f"which moves ten to fifty times the bytes of kernels (mode=plan has its seconds): install {device.linear_attention}"
+        f"which moves ten to fifty times the bytes of kernels, see mode=plan: install {device.linear_attention}"
     )
     yield Finding("linear attention", message, CheckStatus.warn, WARNED)
 

@@ -72,7 +72,7 @@ def launches_counted(counter: Counter) -> Iterator[None]:
     def launch(*args: Any, **kwargs: Any) -> None:
         counter.count((args, kwargs))
 
-    with mock.patch.object(KernelInterface, "__getitem__", lambda *_: launch):
+    with mock.patch.object(KernelInterface, "__getitem__", return_value=launch):
         yield
 
 

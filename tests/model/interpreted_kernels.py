@@ -3,9 +3,9 @@
     pip install --no-deps --target /tmp/fla fla-core==0.6.0
     PYTHONPATH=/tmp/fla TRITON_INTERPRET=1 python -m tests.model.interpreted_kernels cuda
 
-Prints JSON: the relative errors in float32 of each case's output and gradients, by their norms, and the kernels that
-fla selected for a device, `cuda` or `npu`. (The interpreter's matrix products of bfloat16 are wrong.) A sequence is
-longer than a chunk of 64 tokens, and one is shorter than the convolution.
+Prints JSON: the relative errors in float32 of each case's output and gradients, by their norms, the kernels that fla
+selected for a device, `cuda` or `npu`, and its modules that copied something to the device. (The interpreter's matrix
+products of bfloat16 are wrong.) A sequence is longer than a chunk of 64 tokens, and one is shorter than the convolution.
 """
 
 import importlib
@@ -71,7 +71,20 @@ def interpret() -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("fla."):
             module.range = index_range  # type: ignore[attr-defined]
+            if hasattr(module, "prepare_chunk_indices"):
+                module.prepare_chunk_indices = recorded(module.prepare_chunk_indices, name)
     interpreter.range = loop_of_tasks  # type: ignore[attr-defined]
+
+
+COPYING: set[str] = set()  # modules that made a table of chunks, which is copied to the device while the host waits
+
+
+def recorded(prepare: Callable[..., Tensor], module: str) -> Callable[..., Tensor]:
+    def call(*args: Any, **kwargs: Any) -> Tensor:
+        COPYING.add(module)
+        return prepare(*args, **kwargs)
+
+    return call
 
 
 def errors(dtype: torch.dtype, device: str) -> dict[str, list[float]]:
@@ -129,7 +142,9 @@ def main(device: str) -> None:
     selected = Selected()
     logging.getLogger("fla").addHandler(selected)
     logging.getLogger("fla").setLevel(logging.INFO)
-    json.dump({"errors": errors(torch.float32, "cpu"), "kernels": selected.kernels}, sys.stdout)
+    json.dump(
+        {"errors": errors(torch.float32, "cpu"), "kernels": selected.kernels, "copying": sorted(COPYING)}, sys.stdout
+    )
 
 
 if __name__ == "__main__":

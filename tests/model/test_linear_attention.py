@@ -218,6 +218,8 @@ def test_the_kernels_of_a_device_in_tritons_interpreter_equal_their_definition(d
         "grouped heads of full width": 1 + 5,
     }
     assert max(max(errors) for errors in found["errors"].values()) < 2e-6
+    convolution = "fla.modules.causal_conv1d.backends.triton_ascend"  # with chunks of its own
+    assert found["copying"] == ([] if device == "cuda" else [convolution])
     # On NPUs no operator is left to the kernels of other devices.
     assert found["kernels"] == ({} if device == "cuda" else dict.fromkeys(ASCEND, "triton_ascend"))
 
