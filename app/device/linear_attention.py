@@ -1,4 +1,4 @@
-"""Kernels of linear attention for CUDA and NPU, from fla-core.
+"""Kernels of linear attention for CUDA and NPU, from fla-core, which flash-linear-attention brings.
 
 They take all sequences of a microbatch in one call, as one row with boundaries: no padding, and one compilation for any
 number of them. The boundaries come from the host too, where the kernels' grids are computed, and so do the chunks: made
@@ -12,18 +12,11 @@ from app.device.base import LinearKernels
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Of fla-core, which flash-linear-attention brings.
-PACKAGE = "fla-core"
-
 
 def convolve(
-    channels: "Tensor",  # [1, T, C]
-    weight: "Tensor",  # [C, W]
-    cu_seqlens: "Tensor",
-    host_cu_seqlens: "Tensor",
-    chunk_indices: "Tensor",
+    channels: "Tensor", weight: "Tensor", cu_seqlens: "Tensor", host_cu_seqlens: "Tensor", chunk_indices: "Tensor"
 ) -> "Tensor":
-    """Causal convolution with SiLU, each sequence alone: [1, T, C]."""
+    """Causal convolution with SiLU of [1, T, C] by [C, W], each sequence alone."""
     from fla.modules.causal_conv1d import causal_conv1d
 
     out, _ = causal_conv1d(

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from app.config.device import DeviceKind
 from app.device.base import Device
-from app.device.linear_attention import KERNELS, PACKAGE
+from app.device.linear_attention import KERNELS
 
 if TYPE_CHECKING:
     import torch
@@ -73,7 +73,7 @@ DEVICE = Device(
     resource="NPU",
     visibility="ASCEND_RT_VISIBLE_DEVICES",
     attention_kernel=fusion_attention,
-    linear_attention=PACKAGE,
+    linear_attention="fla-core",
     linear_kernels=KERNELS,
     has_gather=False,
     engine_fraction=0.7,

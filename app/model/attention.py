@@ -13,6 +13,7 @@ import inspect
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from itertools import accumulate
 from math import sqrt
@@ -243,8 +244,8 @@ def working_kernels(
     """Return these kernels without those that fail on this device, or differ from torch, at the sizes of a decoder.
 
     fla chooses tiles by channels and tokens, and its convolution's backward pass has exceeded the memory of a core of
-    an Atlas A3 (Megatron-LM-FL, issue 153). So there are as many tokens as in a microbatch, for which the first call
-    also tunes the kernels. One that does not work costs its operator alone: torch computes it, and the log says so.
+    an Atlas A3 (Megatron-LM-FL, issue 153): so there are about as many tokens as in a microbatch, for which the first
+    call also tunes the kernels. A kernel that does not work costs its operator alone.
     """
     mixer = next((module for module in decoder.modules() if _is_gated_delta_net(module)), None)
     if mixer is None:
@@ -265,11 +266,11 @@ def working_kernels(
         log.warning("linear attention: %s in torch, far slower: %s", operator, why)
         return False
 
-    convolve, delta_rule = LinearKernels(convolve=kernels.convolve), LinearKernels(delta_rule=kernels.delta_rule)
-    return LinearKernels(
-        kernels.convolve if works("the convolution", convolve) else None,
-        kernels.delta_rule if works("the delta rule", delta_rule) else None,
-    )
+    if not works("the convolution", replace(kernels, delta_rule=None)):
+        kernels = replace(kernels, convolve=None)
+    if not works("the delta rule", replace(kernels, convolve=None)):
+        kernels = replace(kernels, delta_rule=None)
+    return kernels
 
 
 def _trial(mixer: Any, kernels: LinearKernels, device: torch.device | str, dtype: torch.dtype) -> list[Tensor]:

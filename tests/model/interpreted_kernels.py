@@ -5,7 +5,7 @@
 
 Prints JSON: the relative errors in float32 of each case's output and gradients, by their norms, the kernels that fla
 selected for a device, `cuda` or `npu`, and its modules that copied something to the device. (The interpreter's matrix
-products of bfloat16 are wrong.) A sequence is longer than a chunk of 64 tokens, and one is shorter than the convolution.
+products of bfloat16 are wrong.) A sequence is longer than a chunk of 64 tokens, one is shorter than the convolution.
 """
 
 import importlib

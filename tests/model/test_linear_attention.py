@@ -16,7 +16,6 @@ from app.config.device import DeviceKind
 from app.config.trainer import Checkpointing, Compile
 from app.device import device_of
 from app.device.base import LinearKernels
-from app.device.linear_attention import PACKAGE
 from app.model import attention
 from app.model.attention import working_kernels
 from app.model.kernels import Kernels, kernels_of
@@ -196,7 +195,7 @@ def test_a_device_has_kernels_where_its_distribution_is_installed(
 def fla(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with fla-core. It stays outside of the environment, where transformers would take it for a CPU's."""
     folder = tmp_path_factory.mktemp("fla")
-    pinned = next(line for line in REQUIREMENTS.read_text().splitlines() if line.startswith(f"{PACKAGE}=="))
+    pinned = next(line for line in REQUIREMENTS.read_text().splitlines() if line.startswith("fla-core=="))
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder), pinned]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     if done.returncode != 0:

@@ -38,7 +38,6 @@ def describe(config: RunConfig, given: Collection[str] = ()) -> str:
             text.memory(config, device, model, flags),
             text.sync(config, device, model),
             text.time(config, device, model, flags),
-            *filter(None, [text.linear_attention(config, device, model)]),
             text.disk(config, model),
         ]
         sections += remedies_of(config, device, model)

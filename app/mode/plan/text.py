@@ -19,9 +19,10 @@ from app.mode.plan.duration import (
     training_seconds,
 )
 from app.mode.plan.memory import EngineMemoryPlan, MemoryPlan, Phase, capacity, plan_engine, plan_memory
+from app.mode.plan.trainer_memory import BACKWARD
 from app.model.architecture import Architecture
 from app.model.lora.count import adapter_parameters
-from app.rollout.server_args import engine_flags, render_flags, teacher_flags
+from app.rollout.server_args import render_flags, teacher_flags
 from app.tracking.number_format import duration
 from app.utils.units import GIB, MIB, size
 
@@ -113,7 +114,7 @@ def time(config: RunConfig, device: Device, model: Architecture, flags: Mapping[
         return [f"Time: no estimate on {device.kind.name}; a run logs what remains of it"]
 
     bound = "the longer of generation and training" if seconds.overlap else "one after the other"
-    return [
+    lines = [
         f"Time on {device.card}, with every trajectory at full length; shorter ones need less",
         f"  generate about {seconds.generate:.0f} s (decoding at {BANDWIDTH_SHARE:.0%} of "
         f"{device.memory_gb_per_s:,.0f} GB/s of memory), train about {seconds.train:.0f} s (at {UTILIZATION:.0%} of "
@@ -121,21 +122,15 @@ def time(config: RunConfig, device: Device, model: Architecture, flags: Mapping[
         f"  a step: about {seconds.total:.0f} s ({bound}); {config.steps} steps: about "
         f"{duration(config.steps * seconds.total)}, without start, evaluations and checkpoints",
     ]
-
-
-def linear_attention(config: RunConfig, device: Device, model: Architecture) -> list[str]:
-    """How the trainer computes linear attention, and what it costs where the kernels are missing or refused."""
     if model.linear is None or device.linear_attention is None:
-        return []
+        return lines
 
     looped = replace(device, linear_attention=None)
-    kernels, loop = (training_seconds(config, each, model) for each in (device, looped))
-    phases = plan_memory(config, looped, model, engine_flags(config, looped)).phases
-    largest = max(phase.bytes for phase in phases if phase.name == "backward of a layer")
+    largest = max(phase.bytes for phase in plan_memory(config, looped, model, flags).phases if phase.name == BACKWARD)
     return [
-        f"Linear attention trains in the kernels of {device.linear_attention}",
-        f"  in torch's loop, where they are not installed or do not work, training takes about {loop:.0f} s instead of "
-        f"{kernels:.0f}, and the backward of a layer {_gib(largest)}",
+        *lines,
+        f"  linear attention trains in the kernels of {device.linear_attention}; in torch's loop, where they are not "
+        f"installed or fail, train about {training_seconds(config, looped, model):.0f} s, the {BACKWARD} {_gib(largest)}",
     ]
 
 

@@ -27,6 +27,7 @@ BACKWARD_OVER_FORWARD = 1.5  # a layer's activations with the gradients that flo
 DELTA_CHUNK = 64  # tokens of a chunk of the delta rule
 DELTA_LOOP_WIDTHS = 17.5  # float32 tensors as wide as its values that the delta rule keeps in transformers' torch loop
 SYNC_BUFFERS = 2
+BACKWARD = "backward of a layer"  # a phase
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +113,7 @@ def _forward_backward(config: RunConfig, device: Device, model: Architecture) ->
             "head gradient": head_gradient * (FLOAT32 + item),
             "logits": 3 * logits,  # logits, probabilities, casts
         },
-        "backward of a layer": {
+        BACKWARD: {
             "gathered": root + LAYERS_GATHERED * layer * item,
             "activations": saved + computing,
             "unreduced gradients": head_gradient * item + trained_layer * (item + REDUCTIONS_IN_FLIGHT * FLOAT32),
