@@ -126,11 +126,12 @@ def time(config: RunConfig, device: Device, model: Architecture, flags: Mapping[
         return lines
 
     looped = replace(device, linear_attention=None)
+    train = training_seconds(config, looped, model)
     largest = max(phase.bytes for phase in plan_memory(config, looped, model, flags).phases if phase.name == BACKWARD)
     return [
         *lines,
         f"  linear attention trains in the kernels of {device.linear_attention}; in torch's loop, where they are not "
-        f"installed or fail, train about {training_seconds(config, looped, model):.0f} s, the {BACKWARD} {_gib(largest)}",
+        f"installed or fail, train about {train:.0f} s, and the {BACKWARD} takes {_gib(largest)}",
     ]
 
 
