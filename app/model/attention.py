@@ -244,8 +244,8 @@ def working_kernels(
     """Return these kernels without those that fail on this device, or differ from torch, at the sizes of a decoder.
 
     fla chooses tiles by channels and tokens, and its convolution's backward pass has exceeded the memory of a core of
-    an Atlas A3 (Megatron-LM-FL, issue 153): so there are about as many tokens as in a microbatch, for which the first
-    call also tunes the kernels. A kernel that does not work costs its operator alone.
+    an Atlas A3 (Megatron-LM-FL, pull request 153): so there are about as many tokens as in a microbatch, for which the
+    first call also tunes the kernels. A kernel that does not work costs its operator alone.
     """
     mixer = next((module for module in decoder.modules() if _is_gated_delta_net(module)), None)
     if mixer is None:
