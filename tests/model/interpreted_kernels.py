@@ -71,9 +71,9 @@ def interpret() -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("fla."):
             module.range = index_range  # type: ignore[attr-defined]
-            if hasattr(module, "prepare_chunk_indices"):
-                module.prepare_chunk_indices = recorded(module.prepare_chunk_indices, name)
-    interpreter.range = loop_of_tasks  # type: ignore[attr-defined]
+            if (prepare := vars(module).get("prepare_chunk_indices")) is not None:
+                vars(module)["prepare_chunk_indices"] = recorded(prepare, name)
+    interpreter.range = loop_of_tasks
 
 
 COPYING: set[str] = set()  # modules that made a table of chunks, which is copied to the device while the host waits

@@ -25,9 +25,7 @@ def pretend() -> None:
 
     target = SimpleNamespace(backend="npu", arch="Ascend910B2", warp_size=0)
     utils = SimpleNamespace(get_device_properties=lambda _: CORES | {"max_shared_mem": 196_608})
-    driver.set_active(
-        SimpleNamespace(get_current_target=lambda: target, utils=utils, get_current_device=lambda: 0)  # type: ignore[arg-type]
-    )
+    driver.set_active(SimpleNamespace(get_current_target=lambda: target, utils=utils, get_current_device=lambda: 0))
 
     module: Any = ModuleType("torch.npu")
     module.current_device = lambda: 0
@@ -83,9 +81,9 @@ def extend(language: Any) -> None:
 
     language.extract_slice, language.insert_slice = extract_slice, insert_slice
     # Blocks of any size, not of powers of two alone.
-    semantic.TritonSemantic.arange = arange  # type: ignore[method-assign]
+    semantic.TritonSemantic.arange = arange
     _utils.is_power_of_two = lambda _: True
-    _utils.validate_block_shape = core.validate_block_shape = elements  # type: ignore[assignment]
+    _utils.validate_block_shape = core.validate_block_shape = elements
     for name in ("tanh", "erf"):  # imported, and not called here
         if not hasattr(language.math, name):
             setattr(language.math, name, None)

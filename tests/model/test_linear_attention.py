@@ -21,6 +21,7 @@ from app.model.attention import working_kernels
 from app.model.kernels import Kernels, kernels_of
 from app.model.load import load
 from tests.folders import ROOT
+from tests.model import linear_double
 from tests.model.linear_double import DOUBLE
 from tests.model.support import Batch, batch, reference, relative, save_qwen3, save_qwen35, siblings, weights
 
@@ -92,7 +93,7 @@ def test_kernels_get_keys_that_are_not_repeated_to_the_heads_of_the_values(tmp_p
 
     def delta_rule(query: Tensor, key: Tensor, value: Tensor, *others: Tensor) -> Tensor:
         heads.append((query.shape[2], key.shape[2], value.shape[2]))
-        return DOUBLE.delta_rule(query, key, value, *others)
+        return linear_double.delta_rule(query, key, value, *others)
 
     policy = load(
         save_qwen35(tmp_path), mesh=None, device="cpu", kernels=Kernels(linear=LinearKernels(None, delta_rule))
@@ -119,17 +120,17 @@ def refuse(*_: Tensor) -> Tensor:
 
 def without_a_token(*inputs: Tensor) -> Tensor:
     """The convolution, but for one token of a sequence's last chunk."""
-    out = DOUBLE.convolve(*inputs)
+    out = linear_double.convolve(*inputs)
     out[:, 69] = 0
     return out
 
 
 def not_a_number(*inputs: Tensor) -> Tensor:
-    return DOUBLE.delta_rule(*inputs) * float("nan")
+    return linear_double.delta_rule(*inputs) * float("nan")
 
 
 def wrong_gradient(*inputs: Tensor) -> Tensor:
-    return Wrong.apply(DOUBLE.delta_rule(*inputs))
+    return Wrong.apply(linear_double.delta_rule(*inputs))
 
 
 @pytest.mark.parametrize(
