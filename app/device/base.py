@@ -43,10 +43,10 @@ Fork = Callable[[Sequence[str], Mapping[str, str], int], ServerProcess]
 
 @dataclass(frozen=True, slots=True)
 class LinearKernels:
-    """Kernels of gated delta-nets over packed sequences, see app/device/cuda.py."""
+    """Kernels of gated delta-nets over packed sequences, see app/device/linear_attention.py. Without one, torch's."""
 
-    convolve: "Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]"
-    delta_rule: "Callable[..., Tensor]"
+    convolve: "Callable[..., Tensor] | None" = None
+    delta_rule: "Callable[..., Tensor] | None" = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +108,7 @@ class Device:
     trainer_runtime_gib: float = 0.0  # per rank, not offloadable: context, kernels, collective buffers
     engine_runtime_gib: float = 0.0  # per engine rank
     push_seconds_per_gb: float = 0.0  # weight sync over `collective`
+    linear_widths: float = 2.5  # float32 tensors as wide as the values that kernels of linear attention keep
     steps_in_place: bool = False  # optimizer updates tensor by tensor, without temporaries of all of them
 
     def torch_device(self, index: int = 0) -> "torch.device":

@@ -2,56 +2,17 @@
 
 torch calls its switch to FlashAttention a prototype, so the kernels are compared with torch's default ones once, on a
 small batch with the model's head width. Kernels that fail or differ are not used.
-
-flash-linear-attention takes all sequences of a microbatch in one call, as one row with boundaries: no padding, and one
-compilation for any number of them. The boundaries come from the host too, where the kernels' grids are computed.
 """
 
 import logging
 from typing import TYPE_CHECKING
 
 from app.config.device import DeviceKind
-from app.device.base import Device, LinearKernels
+from app.device.base import Device
+from app.device.linear_attention import KERNELS
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-def convolve(channels: "Tensor", weight: "Tensor", cu_seqlens: "Tensor", host_cu_seqlens: "Tensor") -> "Tensor":
-    """Causal convolution with SiLU of [1, T, C] by [C, W], each sequence alone."""
-    from fla.modules.causal_conv1d import causal_conv1d
-
-    out, _ = causal_conv1d(channels, weight, activation="silu", cu_seqlens=cu_seqlens, cu_seqlens_cpu=host_cu_seqlens)
-    return out
-
-
-def delta_rule(
-    query: "Tensor",  # [1, T, H, K]
-    key: "Tensor",  # [1, T, H, K]
-    value: "Tensor",  # [1, T, H, V]
-    decay: "Tensor",  # [1, T, H], logarithms
-    beta: "Tensor",  # [1, T, H]
-    cu_seqlens: "Tensor",
-    host_cu_seqlens: "Tensor",
-) -> "Tensor":
-    """The gated delta rule on normalized queries and keys, each sequence alone: [1, T, H, V]."""
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-
-    out, _ = chunk_gated_delta_rule(
-        query,
-        key,
-        value,
-        g=decay,
-        beta=beta,
-        use_qk_l2norm_in_kernel=True,
-        cu_seqlens=cu_seqlens,
-        cu_seqlens_cpu=host_cu_seqlens,
-    )
-    return out
-
-
-KERNELS = LinearKernels(convolve, delta_rule)
-
 
 log = logging.getLogger(__name__)
 CAPABILITIES = (9, 10)  # major compute capability of Hopper and Blackwell
@@ -79,7 +40,8 @@ def activate_flash_attention(head_dim: int) -> str | None:
     for implementation in IMPLEMENTATIONS:
         try:
             activate(implementation)
-            if _difference(_outputs(head_dim), expected) <= TOLERANCE:
+            pairs = zip(_outputs(head_dim), expected, strict=True)
+            if all(((one - other).abs().max() / other.abs().max()).item() <= TOLERANCE for one, other in pairs):
                 return implementation
             log.warning("%s is not used: it differs from torch's default kernels", implementation)
         # Whatever a prototype raises: the default kernels work.
@@ -109,15 +71,6 @@ def _outputs(head_dim: int) -> "list[Tensor]":
     return [out, *torch.autograd.grad(out.float().square().sum(), (query, key, value))]
 
 
-def _difference(ours: "list[Tensor]", theirs: "list[Tensor]") -> float:
-    """Largest difference relative to the largest value; NaN counts as infinite."""
-    worst = 0.0
-    for one, other in zip(ours, theirs, strict=True):
-        relative = ((one - other).abs().max() / other.abs().max()).item()
-        worst = max(worst, relative if relative == relative else float("inf"))
-    return worst
-
-
 DEVICE = Device(
     kind=DeviceKind.cuda,
     torch_type="cuda",
@@ -133,7 +86,7 @@ DEVICE = Device(
     compiles=True,
     head_chunk=2**27,
     activate_attention=activate_flash_attention,
-    linear_attention="flash-linear-attention",
+    linear_attention="fla-core",
     linear_kernels=KERNELS,
     toolkit=("nvidia-smi",),
     allocator_variables=("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"),

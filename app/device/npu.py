@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from app.config.device import DeviceKind
 from app.device.base import Device
+from app.device.linear_attention import KERNELS
 
 if TYPE_CHECKING:
     import torch
@@ -72,6 +73,8 @@ DEVICE = Device(
     resource="NPU",
     visibility="ASCEND_RT_VISIBLE_DEVICES",
     attention_kernel=fusion_attention,
+    linear_attention="fla-core",
+    linear_kernels=KERNELS,
     has_gather=False,
     engine_fraction=0.7,
     abort_backend=abort_backend,
@@ -87,7 +90,7 @@ DEVICE = Device(
     packages={
         "torch_npu": "the device backend of torch; its version starts with torch's version",
         "sgl_kernel_npu": "SGLang's kernels, from a release of sgl-kernel-npu",
-        "triton_ascend": "kernels of linear attention",
+        "triton_ascend": "compiles the kernels of linear attention",
     },
     toolkit=("npu-smi", "info"),
     toolkit_variable="ASCEND_HOME_PATH",
@@ -103,4 +106,7 @@ DEVICE = Device(
     trainer_runtime_gib=2.0,
     engine_runtime_gib=4.0,  # with the decode graphs, which no release frees
     push_seconds_per_gb=0.19,
+    # Beside CUDA's: three float32 matrices of a chunk's tokens by each other, and where a layer is not recomputed, less
+    # than them: the convolution before its activation.
+    linear_widths=4.0,
 )

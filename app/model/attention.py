@@ -6,12 +6,16 @@ buckets of similar length, which is exact on every device and dtype, and the fas
 
 Linear attention (Qwen3.5's gated delta-nets): neither convolution nor state crosses a boundary. A device's kernels take
 packed tokens with their boundaries; otherwise torch's convolution and the reference of transformers run on the buckets.
+A kernel is tried when a model is loaded: one that fails, or differs from torch, is replaced alone.
 """
 
 import inspect
+import logging
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
+from itertools import accumulate
 from math import sqrt
 from typing import Any
 
@@ -20,13 +24,19 @@ from torch import Tensor, nn
 from torch.nn.functional import conv1d, scaled_dot_product_attention, silu, softplus
 
 from app.device.base import LinearKernels
+from app.errors import one_line
 from app.model.hf_import import transformers
 from app.model.packing import Packing
 
+log = logging.getLogger(__name__)
 PACKED = "packed"
 PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
 REFERENCE = "torch_chunk_gated_delta_rule"
 SILU = ("silu", "swish")
+# A kernel of linear attention is tried on sequences of these lengths. The tolerance is relative to the norm of each
+# sequence, where bfloat16 costs a gradient 0.005; of single values it costs twice as much.
+LENGTHS = (70, 33, 153, 3840)
+TOLERANCE = 0.02
 VARLEN_DTYPES = (torch.bfloat16, torch.float16)
 # query [T, H, D], key and value [T, K, D], sequence boundaries, scale → [T, H, D]
 VarlenKernel = Callable[[Tensor, Tensor, Tensor, Sequence[int], float], Tensor]
@@ -138,32 +148,25 @@ def varlen(
 
 def mix_packed(mixer: nn.Module, kernels: LinearKernels | None) -> None:
     """Make a linear-attention module process packed sequences. Its parameters are unchanged."""
-    module = sys.modules[type(mixer).__module__]
-    known = all(hasattr(mixer, name) for name in PROJECTIONS) and getattr(mixer, "activation", None) in SILU
-    if known and hasattr(module, REFERENCE):
-        # Behind the decorator: with fla installed, transformers would call its kernels for tensors on a CPU, too.
-        reference = inspect.unwrap(getattr(module, REFERENCE))
-        _replace_forward(mixer, kernels, reference)
+    if _is_gated_delta_net(mixer):
+        _replace_forward(mixer, kernels or LinearKernels())
     else:
         _isolate_sequences(mixer)
 
 
-def _replace_forward(mixer: Any, kernels: LinearKernels | None, reference: Callable[..., Any]) -> None:
+def _is_gated_delta_net(mixer: Any) -> bool:
+    known = all(hasattr(mixer, name) for name in PROJECTIONS) and getattr(mixer, "activation", None) in SILU
+    return known and mixer.conv1d.bias is None and hasattr(sys.modules[type(mixer).__module__], REFERENCE)
+
+
+def _replace_forward(mixer: Any, kernels: LinearKernels) -> None:
     def forward(hidden_states: Tensor, *, packing: Packing, **_: Any) -> Tensor:
         qkv = mixer.in_proj_qkv(hidden_states)
         gate = mixer.in_proj_z(hidden_states)
         beta = mixer.in_proj_b(hidden_states).sigmoid()
         steps = softplus(mixer.in_proj_a(hidden_states).float() + mixer.dt_bias)
         decay = -mixer.A_log.float().exp() * steps
-
-        if kernels is None:
-            mixed = _mix_buckets(mixer, reference, packing, qkv, decay, beta)
-        else:
-            boundaries = (packing.cu_seqlens, packing.host_cu_seqlens)
-            qkv, decay, beta = (packing.write_out(tensor.squeeze(0)).unsqueeze(0) for tensor in (qkv, decay, beta))
-            convolved = kernels.convolve(qkv, mixer.conv1d.weight.squeeze(1), *boundaries)
-            mixed = kernels.delta_rule(*_heads(mixer, convolved), decay, beta, *boundaries)
-            mixed = packing.take_back(mixed.squeeze(0)).unsqueeze(0)
+        mixed = _mix(mixer, kernels, packing, mixer.conv1d.weight, qkv, decay, beta)
 
         # The gated norm is over the channels of a head.
         width = mixer.head_v_dim
@@ -173,39 +176,120 @@ def _replace_forward(mixer: Any, kernels: LinearKernels | None, reference: Calla
     mixer.forward = forward
 
 
-def _mix_buckets(
-    mixer: Any, reference: Callable[..., Any], packing: Packing, qkv: Tensor, decay: Tensor, beta: Tensor
+def _mix(
+    mixer: Any, kernels: LinearKernels, packing: Packing, weight: Tensor, qkv: Tensor, decay: Tensor, beta: Tensor
 ) -> Tensor:
-    """Convolution and delta rule on padded buckets: [1, T, value heads, value width]."""
-    mixed = []
-    padded = (packing.pad(tensor.squeeze(0)) for tensor in (qkv, decay, beta))
-    for channels, decays, betas in zip(*padded, strict=True):
-        heads = _heads(mixer, _convolve(mixer.conv1d, channels))
-        out, _ = reference(*heads, g=decays, beta=betas, use_qk_l2norm_in_kernel=True)
-        mixed.append(out)
-    return packing.unpad(mixed).unsqueeze(0)
+    """Convolution and delta rule within each sequence: [1, T, value heads, value width].
+
+    A kernel takes the sequences end to end. Without one, torch computes padded buckets.
+    """
+    convolve, delta_rule = kernels.convolve, kernels.delta_rule
+    bounds = () if kernels == LinearKernels() else (packing.cu_seqlens, packing.host_cu_seqlens, packing.chunk_indices)
+    parts = _spread(packing, qkv, convolve)
+    if convolve is None:
+        parts = [_convolve(weight, part) for part in parts]
+    else:
+        parts = [convolve(part, weight.squeeze(1), *bounds) for part in parts]
+
+    if (convolve is None) != (delta_rule is None):
+        parts = _spread(packing, _collect(packing, parts, convolve), delta_rule)
+    inputs = zip(parts, _spread(packing, decay, delta_rule), _spread(packing, beta, delta_rule), strict=True)
+    if delta_rule is None:
+        mixed = [_loop(mixer, *each) for each in inputs]
+    else:
+        mixed = [delta_rule(*_heads(mixer, part), decays, betas, *bounds) for part, decays, betas in inputs]
+    return _collect(packing, mixed, delta_rule)
 
 
-def _convolve(convolution: nn.Conv1d, channels: Tensor) -> Tensor:
+def _spread(packing: Packing, packed: Tensor, kernel: object | None) -> list[Tensor]:
+    """[1, T, …] → one [1, E, …] for a kernel, else one [B, L, …] per bucket."""
+    tokens = packed.squeeze(0)
+    return packing.pad(tokens) if kernel is None else [packing.write_out(tokens).unsqueeze(0)]
+
+
+def _collect(packing: Packing, parts: list[Tensor], kernel: object | None) -> Tensor:
+    """The inverse of `_spread`: [1, T, …]."""
+    tokens = packing.unpad(parts) if kernel is None else packing.take_back(parts[0].squeeze(0))
+    return tokens.unsqueeze(0)
+
+
+def _convolve(weight: Tensor, channels: Tensor) -> Tensor:
     """The causal convolution of [B, L, C] with its activation, in the weight's dtype."""
-    weight = convolution.weight
     length, pad = channels.shape[1], weight.shape[2] - 1
-    out = conv1d(
-        channels.transpose(1, 2).to(weight.dtype), weight, convolution.bias, padding=pad, groups=weight.shape[0]
-    )
+    out = conv1d(channels.transpose(1, 2).to(weight.dtype), weight, padding=pad, groups=weight.shape[0])
     return silu(out[:, :, :length]).to(channels.dtype).transpose(1, 2)
 
 
-def _heads(mixer: Any, channels: Tensor) -> tuple[Tensor, ...]:
-    """[B, L, C] → query and key [B, L, value heads, key width], and value [B, L, value heads, value width]."""
+def _loop(mixer: Any, channels: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+    """The delta rule in torch, which needs as many queries and keys as values."""
+    # Behind the decorator: with fla installed, transformers would call its kernels for tensors on a CPU, too.
+    reference = inspect.unwrap(getattr(sys.modules[type(mixer).__module__], REFERENCE))
+    heads = _heads(mixer, channels, mixer.num_v_heads // mixer.num_k_heads)
+    return reference(*heads, g=decay, beta=beta, use_qk_l2norm_in_kernel=True)[0]
+
+
+def _heads(mixer: Any, channels: Tensor, repeats: int = 1) -> tuple[Tensor, ...]:
+    """[B, L, C] → query and key [B, L, key heads · repeats, key width], and value [B, L, value heads, value width]."""
     widths = (mixer.head_k_dim, mixer.head_k_dim, mixer.head_v_dim)
     parts = channels.split([mixer.key_dim, mixer.key_dim, mixer.value_dim], dim=-1)
     query, key, value = (part.unflatten(-1, (-1, width)) for part, width in zip(parts, widths, strict=True))
-
-    repeats = mixer.num_v_heads // mixer.num_k_heads
     if repeats > 1:
         query, key = (tensor.repeat_interleave(repeats, dim=2) for tensor in (query, key))
     return query, key, value
+
+
+def working_kernels(
+    kernels: LinearKernels, decoder: nn.Module, device: torch.device | str, dtype: torch.dtype
+) -> LinearKernels:
+    """Return these kernels without those that fail on this device, or differ from torch, at the sizes of a decoder.
+
+    fla chooses tiles by channels and tokens, and its convolution's backward pass has exceeded the memory of a core of
+    an Atlas A3 (Megatron-LM-FL, pull request 153): so there are about as many tokens as in a microbatch, for which the
+    first call also tunes the kernels. A kernel that does not work costs its operator alone.
+    """
+    mixer = next((module for module in decoder.modules() if _is_gated_delta_net(module)), None)
+    if mixer is None:
+        return kernels
+    expected = _trial(mixer, LinearKernels(), device, dtype)
+
+    def works(operator: str, alone: LinearKernels) -> bool:
+        try:
+            found = _trial(mixer, alone, device, dtype)
+            errors = [((one - other).norm() / other.norm()).item() for one, other in zip(found, expected, strict=True)]
+            if all(error <= TOLERANCE for error in errors):
+                log.info("linear attention: %s in a kernel", operator)
+                return True
+            why = f"the kernel's relative error is {max(errors):.2g}"
+        # Whatever a compiler or a driver raises: torch computes the same.
+        except Exception as error:
+            why = f"{type(error).__name__}: {one_line(error)}"
+        log.warning("linear attention: %s in torch, far slower: %s", operator, why)
+        return False
+
+    if not works("the convolution", replace(kernels, delta_rule=None)):
+        kernels = replace(kernels, convolve=None)
+    if not works("the delta rule", replace(kernels, convolve=None)):
+        kernels = replace(kernels, delta_rule=None)
+    return kernels
+
+
+def _trial(mixer: Any, kernels: LinearKernels, device: torch.device | str, dtype: torch.dtype) -> list[Tensor]:
+    """Mix random sequences. Returns the output and the gradients of its inputs, those of tokens by sequence."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(device, dtype)
+
+    tokens, heads, weight = sum(LENGTHS), mixer.num_v_heads, random(*mixer.conv1d.weight.shape)
+    if kernels.convolve is None:
+        weight = weight.float()  # torch sums its gradient in its dtype: in bfloat16, with an error near the tolerance
+    qkv, beta = random(1, tokens, len(weight)), random(1, tokens, heads).sigmoid()
+    decay = -random(1, tokens, heads).float().sigmoid()
+    inputs = [each.requires_grad_() for each in (weight, qkv, decay, beta)]
+    out = _mix(mixer, kernels, Packing.of([0, *accumulate(LENGTHS)], device), *inputs)
+    of_weight, *of_tokens = torch.autograd.grad(out, inputs, random(*out.shape))
+    by_sequence = [part for tensor in (out.detach(), *of_tokens) for part in tensor.float().split(LENGTHS, dim=1)]
+    return [of_weight.float(), *by_sequence]
 
 
 def _isolate_sequences(mixer: nn.Module) -> None:

@@ -16,6 +16,7 @@ The order of the steps is TorchTitan's.
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from app.config.model import LoraConfig
 from app.config.trainer import Checkpointing
 from app.errors import ConfigError, expect, one_line
-from app.model.attention import PACKED, register_packed
+from app.model.attention import PACKED, register_packed, working_kernels
 from app.model.hf_checkpoint import Checkpoint, match, open_checkpoint
 from app.model.hf_import import transformers
 from app.model.kernels import CPU_KERNELS, Kernels
@@ -82,6 +83,9 @@ def load(
         add_adapters(causal_lm, lora)
     _checkpoint_activations(causal_lm, activation_checkpointing)
     owners = _owners(causal_lm)
+    if kernels.linear is not None and torch.device(device).type != "cpu":
+        tried = working_kernels(kernels.linear, causal_lm.get_decoder(), device, compute_dtype)
+        kernels = replace(kernels, linear=tried)
 
     with open_checkpoint(path) as checkpoint:
         names = _match(causal_lm, checkpoint)

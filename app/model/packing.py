@@ -21,6 +21,7 @@ Invariants:
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -29,6 +30,7 @@ import torch
 from torch import Tensor
 
 FILLED = 0.75  # a bucket takes sequences of at least this fraction of its longest one
+CHUNK = 64  # tokens of a chunk of linear attention's kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,7 @@ class Layout:
         return _Take.apply(written, self)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Packing:
     """Boundaries of `S` sequences of `E` tokens in all, packed as `T` tokens, and their layouts."""
 
@@ -118,6 +120,17 @@ class Packing:
             shapes=tuple((len(bucket), lengths[bucket[0]]) for bucket in buckets),
             buckets=Layout.of(source if tokens is None else tokens[source], np.concatenate(reals), device),
         )
+
+    @cached_property
+    def chunk_indices(self) -> Tensor:
+        """[chunks, 2] int32 on the device: the sequence of each chunk, and its place in it.
+
+        Made for the first layer that needs it, since most models do not. Nothing waits for the device.
+        """
+        chunks = -(np.diff(self.boundaries) // -CHUNK)
+        sequence = np.repeat(np.arange(len(chunks)), chunks)
+        place = np.arange(len(sequence)) - np.repeat(chunks.cumsum() - chunks, chunks)
+        return _on(np.stack([sequence, place], axis=1).astype(np.int32), self.cu_seqlens.device)
 
     def write_out(self, packed: Tensor) -> Tensor:
         """[T, …] → [E, …], the sequences end to end."""

@@ -128,7 +128,7 @@ def test_engines_without_room_are_advised_to_be_wider() -> None:
 def test_the_plan_shows_the_work_under_one_deadline() -> None:
     text = describe(composed(*MISSION, "placement.stream=off", "trainer.timeout_s=600"))
     assert (
-        "one call to the trainer computes up to 2,097,152 tokens in 1 update(s) within trainer.timeout_s=600 s" in text
+        "one call to the trainer computes up to 2,359,296 tokens in 1 update(s) within trainer.timeout_s=600 s" in text
     )
     streamed = describe(composed(*MISSION))
     assert "computes the groups that have arrived within trainer.timeout_s=1800 s" in streamed
@@ -190,7 +190,8 @@ def test_the_missions_line_is_planned_in_seconds_without_the_heavy_libraries_and
     text = done.stdout
     assert "npu 7: engine 0 (tensor-parallel rank 3 of 4)" in text
     assert "32 prompts × 8 completions = 256 trajectories" in text
-    assert "peak: trainer device, backward of a layer" in text
+    assert "peak: engine device, sync" in text
+    assert "linear attention trains in the kernels of fla-core;" in text
     # the size of a weight sync
     assert "8,953,803,264 parameters in bfloat16: 17,907,606,528 bytes (16.68 GiB)" in text
     assert "8 of 32 layers, 8,192 bytes per token and engine rank" in text
@@ -204,7 +205,7 @@ def test_the_missions_line_is_planned_in_seconds_without_the_heavy_libraries_and
 @pytest.mark.parametrize(
     ("overrides", "shown"),
     [
-        ((*MISSION, "device.memory_gib=32"), "DOES NOT FIT: 20.86 GiB too much"),
+        ((*MISSION, "device.memory_gib=32"), "DOES NOT FIT: 19.08 GiB too much"),
         ((*MISSION, "device.memory_gib=16", "rollout.tensor_parallel=1"), "NO ROOM: weights take 17.53 GiB"),
         ((*MISSION, "rollout.urls=[http://127.0.0.1:30000]"), "Engines: already running"),
         (("model=hf", "model.path=a/b"), "Memory: no estimate, the shapes of model.path=a/b are not on this machine"),

@@ -1,6 +1,8 @@
 """The plan's seconds: a hand calculation, and a published run beside it."""
 
+import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,13 +10,15 @@ import pytest
 from app.config import RunConfig
 from app.device import device_of
 from app.mode.plan.describe import describe
-from app.mode.plan.duration import StepSeconds, step_seconds
+from app.mode.plan.duration import StepSeconds, step_seconds, training_seconds
 from app.mode.plan.memory import plan_memory
-from app.model.architecture import QWEN3_4B, Architecture
+from app.model.architecture import QWEN3_4B, QWEN35_9B, Architecture
 from app.rollout.server_args import engine_flags
 from tests.compose import composed
+from tests.folders import ROOT
 from tests.refusals import refused
 
+COUNTS = ROOT / "tests" / "bench" / "results" / "linear_counts.json"
 P = 4_022_468_096  # parameters of Qwen3-4B
 KV = 36 * 2 * 8 * 128 * 2  # bytes per token: layers, keys and values, heads, width, bfloat16
 FOUR_AND_FOUR = (
@@ -76,6 +80,33 @@ def test_adapters_cost_no_weight_gradients_and_hardly_a_sync() -> None:
     assert full is not None
     assert adapted is not None
     assert adapted.sync < full.sync / 10
+
+
+@pytest.mark.parametrize(("name", "sequences"), [("one sequence", 1), ("four sequences", 4), ("sixteen sequences", 16)])
+def test_torchs_loop_of_linear_attention_takes_the_bytes_that_were_counted(name: str, sequences: int) -> None:
+    counts = json.loads(COUNTS.read_text())["layer"]["loop"][name]
+    config = composed(
+        "device=npu",
+        "model=qwen35_9b",
+        "rollout.max_prompt_tokens=256",
+        f"rollout.max_completion_tokens={8192 // sequences - 256}",
+    )
+    npu = device_of(config.device.kind)
+    looped = training_seconds(config, replace(npu, linear_attention=None), QWEN35_9B)
+    kernels = training_seconds(config, npu, QWEN35_9B)
+    assert looped is not None
+    assert kernels is not None
+
+    moved = 24 * (2 * counts["forward"]["bytes"] + counts["backward"]["bytes"])  # each layer is recomputed
+    microbatches = 256 / sequences / config.placement.trainer_ranks
+    assert looped - kernels == pytest.approx(microbatches * moved / (0.7 * 1600e9), rel=0.05)
+
+
+def test_only_a_model_with_linear_attention_has_a_loop() -> None:
+    config = composed(*FOUR_AND_FOUR)
+    cuda = device_of(config.device.kind)
+    looped = training_seconds(config, replace(cuda, linear_attention=None), QWEN3_4B)
+    assert looped == training_seconds(config, cuda, QWEN3_4B)
 
 
 def test_a_cpu_has_no_estimate() -> None:

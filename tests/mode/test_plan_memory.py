@@ -1,5 +1,7 @@
 """The memory plan against a hand calculation."""
 
+from dataclasses import replace
+
 import pytest
 
 from app.config import RunConfig
@@ -55,9 +57,21 @@ def test_gathered_parameters_and_unreduced_gradients_of_a_layer(mission: dict[tu
 
 def test_activation_checkpointing_keeps_only_layer_inputs(mission: dict[tuple[str, str], Phase]) -> None:
     saved = mission["trainer device", "loss and head"].items["activations"]
-    assert saved == 32 * 8192 * 4096 * 2
+    assert saved == 32 * 9216 * 4096 * 2
     without = planned(QWEN35_9B, "device=npu", "model=qwen35_9b", "trainer.activation_checkpointing=none")
     assert without["shared device", "loss and head"].items["activations"] > 10 * saved
+
+
+@pytest.mark.parametrize(("device", "kernels"), [("npu", 4.0), ("cuda", 2.5)])
+def test_torchs_loop_of_linear_attention_keeps_more_than_kernels(device: str, kernels: float) -> None:
+    """In float32 tensors as wide as the values, 4,096; a recomputed layer has its gradients too, half as much again."""
+    config = composed(f"device={device}", "model=qwen35_9b")
+    own = device_of(config.device.kind)
+    found = []
+    for each in (own, replace(own, linear_attention=None)):
+        phases = plan_memory(config, each, QWEN35_9B, engine_flags(config, each)).phases
+        found += [phase.items["activations"] for phase in phases if phase.name == "backward of a layer"]
+    assert found[1] - found[0] == 1.5 * 9216 * 4 * 4096 * (17.5 - kernels)
 
 
 def test_logits_take_three_head_chunks(mission: dict[tuple[str, str], Phase]) -> None:

@@ -93,3 +93,12 @@ def test_shared_tokens_are_written_out_and_their_gradients_add_up(
 def test_invalid_boundaries_are_rejected(boundaries: list[int]) -> None:
     with pytest.raises(ValueError, match="boundaries must rise from 0"):
         Packing.of(boundaries)
+
+
+def test_the_chunks_of_every_sequence_are_listed_once_they_are_needed() -> None:
+    layout = packing([64, 65, 1, 200])
+    assert "chunk_indices" not in vars(layout)
+    chunks = layout.chunk_indices
+    assert chunks.tolist() == [[0, 0], [1, 0], [1, 1], [2, 0], [3, 0], [3, 1], [3, 2], [3, 3]]
+    assert chunks.dtype == layout.cu_seqlens.dtype
+    assert layout.chunk_indices is chunks

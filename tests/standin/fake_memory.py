@@ -32,6 +32,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed import fake_pg
 from torch.utils._python_dispatch import _disable_current_modes
 
+from app.device.base import LinearKernels
 from tests.bench.random_model import QWEN3_4B
 
 TYPE = "npu"
@@ -133,7 +134,8 @@ def build(case: Case, mesh: Any, device: torch.device | None = None) -> Any:
             auto = transformers().AutoModelForCausalLM
             return auto.from_config(config_of(case), dtype=dtype, attn_implementation=PACKED)
 
-    kernels = replace(kernels_of(device_of(DeviceKind[case.device]), Compile.off), attention=None)
+    linear = None if case.loop else doubles(npu=case.device == "npu")
+    kernels = replace(kernels_of(device_of(DeviceKind[case.device]), Compile.off), attention=None, linear=linear)
 
     def names(lm: Any, *_: Any) -> dict[str, str]:
         return {name: name for name, _ in lm.named_parameters()}
@@ -141,6 +143,7 @@ def build(case: Case, mesh: Any, device: torch.device | None = None) -> Any:
     valued = ("_check_head", "open_checkpoint", "_fill", "_compute_buffers", "initialize")
     without = {name: mock.Mock() for name in valued}
     without["open_checkpoint"] = mock.MagicMock()
+    without["working_kernels"] = mock.Mock(return_value=linear)
     with mock.patch.multiple(load, _on_meta=on_meta, _match=names, **without):
         return load.load(
             Path(),
@@ -201,18 +204,45 @@ def without_values() -> Iterator[None]:
         yield
 
 
-class KernelDelta(torch.autograd.Function):
-    """What flash-linear-attention's chunked gated delta rule allocates and keeps, read from its source; no values."""
+class Convolution(torch.autograd.Function):
+    """What the causal convolution of fla-core 0.6.0 allocates and keeps, read from its source; no values."""
 
     @staticmethod
-    def forward(ctx: Any, q: Any, k: Any, v: Any, g: Any, beta: Any) -> torch.Tensor:
-        tokens, heads = q.shape[1], q.shape[2]
-        rstd = [torch.empty(1, tokens, heads, device=q.device) for _ in range(2)]
+    def forward(ctx: Any, x: Any, weight: Any, npu: bool) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.npu = npu
+        if npu:
+            # Before the activation. It is found again where the layer's activations are kept, not where recomputed.
+            x.before = torch.empty_like(x)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        x, weight = ctx.saved_tensors
+        before = getattr(x, "before", None)
+        if before is None:
+            before = torch.empty_like(x)
+        out = torch.empty_like(x), torch.empty_like(weight), None
+        partial = torch.empty(-(-x.shape[1] // 64), *weight.shape, device=x.device)
+        del before, partial
+        return out
+
+
+class DeltaRule(torch.autograd.Function):
+    """The same of its chunked gated delta rule. `wide` are queries and keys by value head, which are summed later."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Any, k: Any, v: Any, g: Any, beta: Any, npu: bool) -> torch.Tensor:
+        q, k, v = (each.contiguous() for each in (q, k, v))
+        rstd = [torch.empty(*each.shape[:3], device=each.device) for each in (q, k)]
         normed = [torch.empty_like(q), torch.empty_like(k)]
-        a = q.new_empty(1, tokens, heads, 64)
+        chunks = torch.empty(*v.shape[:3], 64, device=v.device) if npu else None
+        a = v.new_empty(*v.shape[:3], 64)
+        del chunks
         w, u, new, out = (torch.empty_like(v) for _ in range(4))
-        h = q.new_empty(1, -(-tokens // 64), heads, q.shape[3], v.shape[3])
+        h = states(v)
         ctx.save_for_backward(*normed, *rstd, v, torch.empty_like(g), beta, a)
+        ctx.npu = npu
         del w, u, new, h
         return out
 
@@ -220,15 +250,31 @@ class KernelDelta(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         q, k, _, _, v, g, beta, a = ctx.saved_tensors
         w, u, new, dv = (torch.empty_like(v) for _ in range(4))
-        h, dh = (q.new_empty(1, -(-q.shape[1] // 64), q.shape[2], q.shape[3], v.shape[3]) for _ in range(2))
-        dq, dk, dw, dk2, dv2 = (torch.empty_like(each) for each in (q, k, v, k, v))
-        da, dg, db = torch.empty_like(a), torch.empty_like(g), torch.empty_like(beta)
+        h, dh = states(v), states(v)
+        wide = [torch.empty_like(v) for _ in range(2)]
+        dw = torch.empty_like(v)
+        dq, dk = torch.empty_like(q), torch.empty_like(k)
+        del wide
+        dk2, dv2 = torch.empty_like(v), torch.empty_like(v)
+        da = [torch.empty_like(a, dtype=torch.float32) for _ in range(3)] if ctx.npu else [torch.empty_like(a)]
+        dg, db = torch.empty_like(g), torch.empty_like(beta)
         del w, u, new, dv, h, dh, dw, dk2, da
-        return dq, dk, dv2, dg, db
+        return dq, dk, dv2, dg, db, None
 
 
-def kernel_delta(q: Any, k: Any, v: Any, *, g: Any, beta: Any, **_: Any) -> tuple[torch.Tensor, None]:
-    return KernelDelta.apply(q, k, v, g, beta), None
+def states(v: torch.Tensor) -> torch.Tensor:
+    """One state of each chunk and head; keys are as wide as values."""
+    return v.new_empty(1, -(-v.shape[1] // 64), v.shape[2], v.shape[3], v.shape[3])
+
+
+def doubles(*, npu: bool) -> LinearKernels:
+    def convolve(x: Any, weight: Any, *_: Any) -> torch.Tensor:
+        return Convolution.apply(x, weight, npu)
+
+    def delta_rule(q: Any, k: Any, v: Any, g: Any, beta: Any, *_: Any) -> torch.Tensor:
+        return DeltaRule.apply(q, k, v, g, beta, npu)
+
+    return LinearKernels(convolve, delta_rule)
 
 
 @contextmanager
@@ -333,12 +379,8 @@ def planned(case: Case) -> dict[str, dict[str, float]]:
 
 def compared(case: Case) -> dict[str, Any]:
     """Return plan and measurement by phase, in bytes, and the categories of the latter."""
-    from transformers.models.qwen3_5 import modeling_qwen3_5
-
     began = time.perf_counter()
-    loop = modeling_qwen3_5.torch_chunk_gated_delta_rule
-    with mock.patch.object(modeling_qwen3_5, "torch_chunk_gated_delta_rule", loop if case.loop else kernel_delta):
-        found = measure(case)
+    found = measure(case)
 
     plan = planned(case)
     rows = {}

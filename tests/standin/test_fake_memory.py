@@ -17,6 +17,10 @@ FULL_SIZE = [
     for checkpointing in ("all", "some", "none")
     for ranks in (1, 4, 8)
 ]
+NPU = [
+    {"model": "qwen35_9b", "ranks": 4, "checkpointing": "all", "device": "npu", "tokens": 9_216},
+    {"model": "qwen35_9b", "ranks": 4, "checkpointing": "none", "device": "npu", "layers": 8},
+]
 
 
 def compared(cases: list[dict[str, Any]], folder: Path, *, seconds: float) -> list[dict[str, Any]]:
@@ -54,7 +58,7 @@ def test_the_plan_is_the_memory_of_the_train_step_with_adapters(model: str, tmp_
 
 @pytest.mark.slow
 @pytest.mark.timeout(1900)
-@pytest.mark.parametrize("case", FULL_SIZE, ids=lambda case: "-".join(map(str, case.values())))
+@pytest.mark.parametrize("case", [*FULL_SIZE, *NPU], ids=lambda case: "-".join(map(str, case.values())))
 def test_the_plan_is_the_memory_of_the_train_step_at_full_size(case: dict[str, Any], tmp_path: Path) -> None:
     (result,) = compared([case], tmp_path, seconds=1800)
     assert_planned(result)

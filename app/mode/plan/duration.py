@@ -12,7 +12,7 @@ from app.config import RunConfig
 from app.config.placement import PlacementKind
 from app.device import Device
 from app.mode.plan.memory import EngineMemoryPlan
-from app.mode.plan.trainer_memory import uncheckpointed_layers
+from app.mode.plan.trainer_memory import DELTA_CHUNK, FLOAT32, uncheckpointed_layers
 from app.model.architecture import Architecture
 from app.model.lora.count import adapter_parameters
 
@@ -21,6 +21,11 @@ FORWARD_BACKWARD_FLOPS = 6
 LORA_FLOPS = 4  # a frozen weight has no gradient; those of the adapters are negligible
 UTILIZATION = 0.4  # of peak FLOP/s, for a well-fed trainer
 BANDWIDTH_SHARE = 0.5  # of peak memory bandwidth while decoding; a decode step also computes, samples and waits
+STREAMING_SHARE = 0.7  # the same for one operator after the other over large tensors
+# What torch's loop over chunks of linear attention reads and writes for a token, in float32 tensors as wide as the
+# values: in a forward pass, in a backward pass, and there for each chunk of the sequence, whose gradient is as long as
+# the sequence. Counted by `tests.bench.linear_counts`; it is bound by them, not by its launches.
+LOOP_FORWARD, LOOP_BACKWARD, LOOP_BACKWARD_CHUNK = 96, 202, 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +45,20 @@ class StepSeconds:
 
 
 def training_seconds(config: RunConfig, device: Device, model: Architecture) -> float | None:
-    """Estimate the training of a step; None for a device whose peak is not known."""
-    if device.peak_tflops is None:
+    """Estimate the training of a step; None for a device whose rates are not known."""
+    if device.peak_tflops is None or device.memory_gb_per_s is None:
         return None
 
     recomputed = 1 - uncheckpointed_layers(model, config.trainer.activation_checkpointing) / model.layers
     flops = LORA_FLOPS if config.model.lora.enabled else FORWARD_BACKWARD_FLOPS
-    rate = device.peak_tflops * 1e12 * config.placement.trainer_ranks * UTILIZATION
-    return (flops + recomputed * FORWARD_FLOPS) * model.parameters * step_tokens(config) / rate
+    tokens = step_tokens(config) / config.placement.trainer_ranks
+    seconds = (flops + recomputed * FORWARD_FLOPS) * model.parameters / (device.peak_tflops * 1e12 * UTILIZATION)
+    if model.linear is not None and device.linear_attention is None:
+        chunks = config.rollout.max_tokens / DELTA_CHUNK
+        widths = LOOP_FORWARD * (1 + recomputed) + LOOP_BACKWARD + LOOP_BACKWARD_CHUNK * chunks
+        moved = (model.layers - model.full_layers) * widths * FLOAT32 * model.linear.value_channels
+        seconds += moved / (device.memory_gb_per_s * 1e9 * STREAMING_SHARE)
+    return seconds * tokens
 
 
 def step_tokens(config: RunConfig) -> int:

@@ -3,6 +3,7 @@
 import math
 import shlex
 from collections.abc import Mapping
+from dataclasses import replace
 
 from app.config import RunConfig
 from app.config.model import ModelConfig
@@ -18,6 +19,7 @@ from app.mode.plan.duration import (
     training_seconds,
 )
 from app.mode.plan.memory import EngineMemoryPlan, MemoryPlan, Phase, capacity, plan_engine, plan_memory
+from app.mode.plan.trainer_memory import BACKWARD
 from app.model.architecture import Architecture
 from app.model.lora.count import adapter_parameters
 from app.rollout.server_args import render_flags, teacher_flags
@@ -112,13 +114,24 @@ def time(config: RunConfig, device: Device, model: Architecture, flags: Mapping[
         return [f"Time: no estimate on {device.kind.name}; a run logs what remains of it"]
 
     bound = "the longer of generation and training" if seconds.overlap else "one after the other"
-    return [
+    lines = [
         f"Time on {device.card}, with every trajectory at full length; shorter ones need less",
         f"  generate about {seconds.generate:.0f} s (decoding at {BANDWIDTH_SHARE:.0%} of "
         f"{device.memory_gb_per_s:,.0f} GB/s of memory), train about {seconds.train:.0f} s (at {UTILIZATION:.0%} of "
         f"{device.peak_tflops:g} TFLOP/s), sync about {seconds.sync:.1f} s",
         f"  a step: about {seconds.total:.0f} s ({bound}); {config.steps} steps: about "
         f"{duration(config.steps * seconds.total)}, without start, evaluations and checkpoints",
+    ]
+    if model.linear is None or device.linear_attention is None:
+        return lines
+
+    looped = replace(device, linear_attention=None)
+    train = training_seconds(config, looped, model)
+    largest = max(phase.bytes for phase in plan_memory(config, looped, model, flags).phases if phase.name == BACKWARD)
+    return [
+        *lines,
+        f"  linear attention trains in the kernels of {device.linear_attention}; in torch's loop, where they are not "
+        f"installed or fail, train about {train:.0f} s, and the {BACKWARD} takes {_gib(largest)}",
     ]
 
 

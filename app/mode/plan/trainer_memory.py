@@ -25,10 +25,9 @@ LAYERS_GATHERED = 3
 REDUCTIONS_IN_FLIGHT = 2
 BACKWARD_OVER_FORWARD = 1.5  # a layer's activations with the gradients that flow through them
 DELTA_CHUNK = 64  # tokens of a chunk of the delta rule
-# What the delta rule keeps, in float32 tensors as wide as its values: with kernels, and in transformers' torch loop.
-DELTA_KERNEL_WIDTHS = 4.5
-DELTA_LOOP_WIDTHS = 17.5
+DELTA_LOOP_WIDTHS = 17.5  # float32 tensors as wide as its values that the delta rule keeps in transformers' torch loop
 SYNC_BUFFERS = 2
+BACKWARD = "backward of a layer"  # a phase
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +93,7 @@ def _forward_backward(config: RunConfig, device: Device, model: Architecture) ->
 
     # of a checkpointed layer, the forward pass keeps only the input
     full = tokens * _full_layer_activations(model, item)
-    linear = tokens * _linear_layer_activations(model, item, loop=device.linear_attention is None)
+    linear = tokens * _linear_layer_activations(model, item, device)
     every_layer = model.full_layers * full + (model.layers - model.full_layers) * linear
     kept = uncheckpointed_layers(model, config.trainer.activation_checkpointing)
     saved = kept / model.layers * every_layer + (model.layers - kept) * tokens * model.hidden * item
@@ -114,7 +113,7 @@ def _forward_backward(config: RunConfig, device: Device, model: Architecture) ->
             "head gradient": head_gradient * (FLOAT32 + item),
             "logits": 3 * logits,  # logits, probabilities, casts
         },
-        "backward of a layer": {
+        BACKWARD: {
             "gathered": root + LAYERS_GATHERED * layer * item,
             "activations": saved + computing,
             "unreduced gradients": head_gradient * item + trained_layer * (item + REDUCTIONS_IN_FLIGHT * FLOAT32),
@@ -149,7 +148,7 @@ def _full_layer_activations(model: Architecture, item: int) -> float:
     return item * (14 * model.hidden + model.full_layer_parameters / model.hidden) + FLOAT32 * 2 * model.hidden
 
 
-def _linear_layer_activations(model: Architecture, item: int, *, loop: bool) -> float:
+def _linear_layer_activations(model: Architecture, item: int, device: Device) -> float:
     """Bytes per token that autograd keeps of a layer with linear attention; 0 without such layers.
 
     As in a layer with full attention, and in float32 what the chunked delta rule keeps: queries, keys, values and
@@ -157,7 +156,7 @@ def _linear_layer_activations(model: Architecture, item: int, *, loop: bool) -> 
     """
     if model.linear is None:
         return 0.0
-    widths = DELTA_LOOP_WIDTHS if loop else DELTA_KERNEL_WIDTHS
+    widths = DELTA_LOOP_WIDTHS if device.linear_attention is None else device.linear_widths
     delta = widths * model.linear.value_channels + 4 * DELTA_CHUNK * model.linear.value_heads
     compute = item * (14 * model.hidden + model.linear_layer_parameters / model.hidden)
     return compute + FLOAT32 * (2 * model.hidden + delta)
