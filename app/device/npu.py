@@ -5,7 +5,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from app.config.device import DeviceKind
-from app.device.base import Device
+from app.device.base import Device, Elementwise
 
 if TYPE_CHECKING:
     import torch
@@ -51,6 +51,25 @@ def _mask(device: "torch.device") -> "Tensor":
     return torch.ones(MASK_SIZE, MASK_SIZE, dtype=torch.bool, device=device).triu(1)
 
 
+def rms_norm(hidden: "Tensor", weight: "Tensor", epsilon: float) -> "Tensor":
+    from torch_npu import npu_rms_norm
+
+    return npu_rms_norm(hidden, weight, epsilon=epsilon)[0]
+
+
+def swiglu(gate_and_up: "Tensor") -> "Tensor":
+    from torch_npu import npu_swiglu
+
+    return npu_swiglu(gate_and_up, dim=-1)
+
+
+def rotate(heads: "Tensor", cosines: "Tensor", sines: "Tensor") -> "Tensor":
+    """Rotary embedding by halves. The operator takes up to 1,000 heads of an even width below 896."""
+    from torch_npu import npu_rotary_mul
+
+    return npu_rotary_mul(heads, cosines, sines)
+
+
 HCCL = {
     "HCCL_CONNECT_TIMEOUT": "1500",
     # Otherwise several processes on one device would clash on HCCL's fixed port.
@@ -80,8 +99,16 @@ DEVICE = Device(
         "POSTTRAIN_ENGINE_DEVICE": "npu",
         **HCCL,
         "ASCEND_COREDUMP_SIGNAL": "none",
+        # torch_npu refuses to capture decode graphs at level 2, which a user may have exported for training.
+        "TASK_QUEUE_ENABLE": "1",
     },
     trainer_env={**HCCL, "ASCEND_COREDUMP_SIGNAL": "none"},
+    # Sources, and variables that are left alone: docs/clusters.md.
+    trainer_defaults={"TASK_QUEUE_ENABLE": "2", "CPU_AFFINITY_CONF": "1"},
+    expandable_segments=True,
+    elementwise=Elementwise(rms_norm, swiglu, rotate),
+    # torch_npu 2.10.0.post7 registers `_fused_adamw_`, one kernel a parameter; torch 2.10 accepts `fused=True` for it.
+    fused_optimizer=True,
     lora_backend="ascend",
     plugin="torch_npu",
     packages={
@@ -103,4 +130,5 @@ DEVICE = Device(
     trainer_runtime_gib=2.0,
     engine_runtime_gib=4.0,  # with the decode graphs, which no release frees
     push_seconds_per_gb=0.19,
+    steps_in_place=True,
 )
