@@ -52,12 +52,14 @@ def _mask(device: "torch.device") -> "Tensor":
 
 
 def rms_norm(hidden: "Tensor", weight: "Tensor", epsilon: float) -> "Tensor":
+    """RMS norm over the last dimension, computed in float32."""
     from torch_npu import npu_rms_norm
 
     return npu_rms_norm(hidden, weight, epsilon=epsilon)[0]
 
 
 def swiglu(gate_and_up: "Tensor") -> "Tensor":
+    """SiLU of the first half of the last dimension, times the second half."""
     from torch_npu import npu_swiglu
 
     return npu_swiglu(gate_and_up, dim=-1)

@@ -127,12 +127,12 @@ def _fuse_mlp(mlp: Any, fused: Elementwise) -> None:
 def _fuse_rotary(attention: Any, fused: Elementwise) -> None:
     def rotated(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
         # By token, as the attention kernel takes it: by head, it would have to copy queries and keys.
-        by_token = heads.transpose(1, 2)
-        width = cosines.shape[-1]
-        turned = fused.rotate(by_token[..., :width], cosines.unsqueeze(2), sines.unsqueeze(2))
-        if width < by_token.shape[-1]:
-            turned = torch.cat((turned, by_token[..., width:]), dim=-1)
-        return turned.transpose(1, 2)
+        by_token, width = heads.transpose(1, 2), cosines.shape[-1]
+        angles = (cosines.unsqueeze(2), sines.unsqueeze(2))
+        if width == heads.shape[-1]:
+            return fused.rotate(by_token, *angles).transpose(1, 2)
+        turning, still = by_token.split((width, heads.shape[-1] - width), dim=-1)
+        return torch.cat((fused.rotate(turning, *angles), still), dim=-1).transpose(1, 2)
 
     def apply(query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor) -> tuple[Tensor, Tensor]:
         return rotated(query, cosines, sines), rotated(key, cosines, sines)

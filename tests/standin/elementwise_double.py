@@ -22,9 +22,7 @@ SCHEMAS = {
     "npu_rms_norm_backward": "(Tensor dy, Tensor input, Tensor gamma, Tensor rstd) -> (Tensor, Tensor)",
     "npu_swiglu": "(Tensor input, int dim=-1) -> Tensor",
     "npu_swiglu_backward": "(Tensor grad_output, Tensor input, int dim=-1) -> Tensor",
-    "npu_rotary_mul": (
-        "(Tensor input, Tensor r1, Tensor r2, str rotary_mode='half', Tensor? rotate=None) -> Tensor"
-    ),
+    "npu_rotary_mul": ("(Tensor input, Tensor r1, Tensor r2, str rotary_mode='half', Tensor? rotate=None) -> Tensor"),
     "npu_rotary_mul_backward": (
         "(Tensor grad, Tensor input, Tensor r1, Tensor r2, str rotary_mode='half') -> (Tensor, Tensor, Tensor)"
     ),
@@ -119,6 +117,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     tensors = [each for each in inputs if isinstance(each, Tensor)]
     kept = [output[1]] if isinstance(output, tuple) else []
     ctx.save_for_backward(*tensors, *kept)
+    ctx.set_materialize_grads(False)  # of an output that nothing uses
 
 
 def _of_rms_norm(ctx: Any, dy: Tensor, _: Tensor | None) -> tuple[Tensor, Tensor, None]:

@@ -33,6 +33,7 @@ from torch.testing._internal.distributed import fake_pg
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tests.bench.random_model import QWEN3_4B
+from tests.standin.elementwise_double import DOUBLE
 
 TYPE = "npu"
 INDEX = 0
@@ -134,6 +135,8 @@ def build(case: Case, mesh: Any, device: torch.device | None = None) -> Any:
             return auto.from_config(config_of(case), dtype=dtype, attn_implementation=PACKED)
 
     kernels = replace(kernels_of(device_of(DeviceKind[case.device]), Compile.off), attention=None)
+    if kernels.elementwise is not None:
+        kernels = replace(kernels, elementwise=DOUBLE)
 
     def names(lm: Any, *_: Any) -> dict[str, str]:
         return {name: name for name, _ in lm.named_parameters()}
