@@ -16,7 +16,7 @@ from app.config.device import DeviceKind
 from app.config.placement import PlacementKind
 from app.config.weight_sync import TransportKind, transport_of
 from app.device import Device, Fork
-from app.device.process_environment import expandable_segments_off
+from app.device.process_environment import EXPANDABLE, expandable_segments_off
 from app.rollout.host import EngineHost, HostSpec
 from app.rollout.remote import RemoteEngine
 from app.rollout.server import ServerSpec
@@ -138,14 +138,23 @@ def _threads(config: RunConfig, processes: int) -> int:
 
 
 def allocator_environment(config: RunConfig, device: Device) -> dict[str, str]:
-    """Return the environment that keeps a rank's buffers out of expandable segments, where engines map them.
+    """Return the allocator's options of a rank: no expandable segments where engines map its buffers.
 
-    Such memory is passed on as a file descriptor, which most containers forbid between unrelated processes.
+    Such memory is passed on as a file descriptor, which most containers forbid between unrelated processes. Elsewhere
+    some devices use expandable segments, unless the user's environment has options of its own.
     """
     transport = transport_of(config.weight_sync, shared_devices=config.shared_devices, device=device.kind)
-    if transport is not TransportKind.ipc:
-        return {}
-    return {variable: expandable_segments_off(os.environ.get(variable, "")) for variable in device.allocator_variables}
+    if transport is TransportKind.ipc:
+        return {name: expandable_segments_off(os.environ.get(name, "")) for name in device.allocator_variables}
+    if device.expandable_segments and not any(name in os.environ for name in device.allocator_variables):
+        return {device.allocator_variables[0]: f"{EXPANDABLE}:True"}
+    return {}
+
+
+def trainer_environment(config: RunConfig, device: Device) -> dict[str, str]:
+    """Return the environment of a trainer rank. Of defaults, the user's own value wins."""
+    defaults = {name: os.environ.get(name, value) for name, value in device.trainer_defaults.items()}
+    return {**defaults, **device.trainer_env, **allocator_environment(config, device)}
 
 
 def make_trainer(
@@ -175,7 +184,7 @@ def make_trainer(
     )
 
     make = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(TrainerRank)  # type: ignore[call-overload]  # missing in Ray's stubs
-    variables = {**device.trainer_env, **allocator_environment(config, device)}
+    variables = trainer_environment(config, device)
     environment = {"env_vars": variables} if variables else None
     actors = [
         make.options(runtime_env=environment, **placement.rank_options(rank)).remote(spec, rank)

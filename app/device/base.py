@@ -50,6 +50,15 @@ class LinearKernels:
 
 
 @dataclass(frozen=True, slots=True)
+class Elementwise:
+    """Fused operators, each in the place of many passes over memory, see `app.model.kernels.fuse_elementwise`."""
+
+    rms_norm: "Callable[[Tensor, Tensor, float], Tensor]"  # [..., C], weight [C] of the same dtype, epsilon → [..., C]
+    swiglu: "Callable[[Tensor], Tensor]"  # [..., 2C], the gate first → [..., C]
+    rotate: "Callable[[Tensor, Tensor, Tensor], Tensor]"  # [1, T, H, D], cosines and sines [1, T, 1, D] → [1, T, H, D]
+
+
+@dataclass(frozen=True, slots=True)
 class Device:
     """What differs between CPU, CUDA and NPU."""
 
@@ -65,6 +74,8 @@ class Device:
     engine_env: Mapping[str, str] = field(default_factory=dict)
     lora_backend: str = "csgmv"  # SGLang's kernels for adapters
     trainer_env: Mapping[str, str] = field(default_factory=dict)
+    trainer_defaults: Mapping[str, str] = field(default_factory=dict)  # the same, where the user's environment has none
+    expandable_segments: bool = False  # whether the trainer's allocator uses them where no engine maps its buffers
     # The trainer's 16-bit attention over packed sequences, see app/model/attention.py. None: torch's.
     attention_kernel: "Callable[[Tensor, Tensor, Tensor, Sequence[int], float], Tensor] | None" = None
     # Default of rollout.memory_fraction on devices of an engine's own. The rest has to hold its activations and graphs,
@@ -82,6 +93,7 @@ class Device:
     shares_memory: bool = True  # trainer and engine share device memory, so that offloading frees some
     fused_optimizer: bool = False  # torch has a fused AdamW for this device; its step counters are on the device
     compiles: bool = False  # whether `trainer.compile=auto` compiles
+    elementwise: Elementwise | None = None  # None: norms, MLPs and rotary embeddings are transformers' own
     head_chunk: int = 2**26  # logits that the trainer's LM head computes at once
     head_vocabulary: int | None = None  # entries of the vocabulary among them, at most; None: all
     # Switches torch's varlen attention to faster kernels for heads of this width, and returns their name.

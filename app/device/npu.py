@@ -5,7 +5,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from app.config.device import DeviceKind
-from app.device.base import Device
+from app.device.base import Device, Elementwise
 from app.device.linear_attention import KERNELS
 
 if TYPE_CHECKING:
@@ -52,6 +52,27 @@ def _mask(device: "torch.device") -> "Tensor":
     return torch.ones(MASK_SIZE, MASK_SIZE, dtype=torch.bool, device=device).triu(1)
 
 
+def rms_norm(hidden: "Tensor", weight: "Tensor", epsilon: float) -> "Tensor":
+    """RMS norm over the last dimension, computed in float32."""
+    from torch_npu import npu_rms_norm
+
+    return npu_rms_norm(hidden, weight, epsilon=epsilon)[0]
+
+
+def swiglu(gate_and_up: "Tensor") -> "Tensor":
+    """SiLU of the first half of the last dimension, times the second half."""
+    from torch_npu import npu_swiglu
+
+    return npu_swiglu(gate_and_up, dim=-1)
+
+
+def rotate(heads: "Tensor", cosines: "Tensor", sines: "Tensor") -> "Tensor":
+    """Rotary embedding by halves. The operator takes up to 1,000 heads of an even width below 896."""
+    from torch_npu import npu_rotary_mul
+
+    return npu_rotary_mul(heads, cosines, sines)
+
+
 HCCL = {
     "HCCL_CONNECT_TIMEOUT": "1500",
     # Otherwise several processes on one device would clash on HCCL's fixed port.
@@ -83,8 +104,16 @@ DEVICE = Device(
         "POSTTRAIN_ENGINE_DEVICE": "npu",
         **HCCL,
         "ASCEND_COREDUMP_SIGNAL": "none",
+        # torch_npu refuses to capture decode graphs at level 2, which a user may have exported for training.
+        "TASK_QUEUE_ENABLE": "1",
     },
     trainer_env={**HCCL, "ASCEND_COREDUMP_SIGNAL": "none"},
+    # Sources, and variables that are left alone: docs/clusters.md.
+    trainer_defaults={"TASK_QUEUE_ENABLE": "2", "CPU_AFFINITY_CONF": "1"},
+    expandable_segments=True,
+    elementwise=Elementwise(rms_norm, swiglu, rotate),
+    # torch_npu 2.10.0.post7 registers `_fused_adamw_`, one kernel a parameter; torch 2.10 accepts `fused=True` for it.
+    fused_optimizer=True,
     lora_backend="ascend",
     plugin="torch_npu",
     packages={
@@ -109,4 +138,5 @@ DEVICE = Device(
     # Beside CUDA's: three float32 matrices of a chunk's tokens by each other, and where a layer is not recomputed, less
     # than them: the convolution before its activation.
     linear_widths=4.0,
+    steps_in_place=True,
 )

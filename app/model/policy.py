@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from app.model.attention import mix_packed
-from app.model.kernels import CPU_KERNELS, Kernels, chunk_shape, compile_elementwise
+from app.model.kernels import CPU_KERNELS, Kernels, chunk_shape, compile_elementwise, fuse_elementwise
 from app.model.lm_head import token_logprobs
 from app.model.lora.layer import is_adapter
 from app.model.lora.names import adapter_tensors
@@ -36,6 +36,8 @@ class PolicyModel(nn.Module):
         self.kernels = kernels
         if kernels.compiled:
             compile_elementwise(causal_lm.get_decoder())
+        if kernels.elementwise is not None:
+            fuse_elementwise(causal_lm.get_decoder(), kernels.elementwise)
         for layer in self.layers:
             mixer = getattr(layer, "linear_attn", None)
             if isinstance(mixer, nn.Module):

@@ -1,7 +1,9 @@
 """The hosts of engines and their seeds; the environment of trainer ranks."""
 
 import asyncio
+import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +11,15 @@ import pytest
 import ray
 from ray.util.placement_group import remove_placement_group
 
-from app.cluster.actors import EngineFactory, allocator_environment, engine_threads
+from app.cluster.actors import (
+    EngineFactory,
+    allocator_environment,
+    engine_threads,
+    make_trainer,
+    trainer_environment,
+)
 from app.cluster.placement_group import reserve
+from app.config.device import DeviceKind
 from app.device import device_of
 from tests.compose import composed
 
@@ -55,6 +64,63 @@ def test_buffers_that_engines_map_are_not_in_expandable_segments(monkeypatch: py
     }
     assert environment("device=cuda", "placement=fully_async") == {}
     assert environment("device=cpu") == {}
+
+
+NPU_ASYNC = ("device=npu", "model=qwen35_9b", "placement=fully_async")
+
+
+@pytest.fixture
+def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    npu = device_of(DeviceKind.npu)
+    for name in (*npu.allocator_variables, *npu.trainer_defaults):
+        monkeypatch.delenv(name, raising=False)
+
+
+def environment_of(*overrides: str) -> dict[str, str]:
+    config = composed(*overrides)
+    return trainer_environment(config, device_of(config.device.kind))
+
+
+@pytest.mark.usefixtures("no_variables")
+def test_ranks_on_npus_queue_launches_bind_cores_and_grow_segments() -> None:
+    found = environment_of(*NPU_ASYNC)
+    assert (found["TASK_QUEUE_ENABLE"], found["CPU_AFFINITY_CONF"]) == ("2", "1")
+    assert found["PYTORCH_NPU_ALLOC_CONF"] == "expandable_segments:True"
+    assert "HCCL_CONNECT_TIMEOUT" in found
+    # No plan for several communicators (HCCL), and not recommended by its own page (torch_npu): see docs/clusters.md.
+    assert found.keys().isdisjoint({"HCCL_OP_EXPANSION_MODE", "MULTI_STREAM_MEMORY_REUSE"})
+    # Engines map a rank's buffers.
+    found = environment_of("device=npu", "model=qwen3_4b", "placement=colocate")
+    assert found["PYTORCH_NPU_ALLOC_CONF"] == "expandable_segments:False"
+    # Decode graphs cannot be captured at level 2.
+    assert device_of(DeviceKind.npu).engine_env["TASK_QUEUE_ENABLE"] == "1"
+
+
+@pytest.mark.usefixtures("no_variables")
+@pytest.mark.parametrize("name", ["PYTORCH_NPU_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_the_users_own_variables_win(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TASK_QUEUE_ENABLE", "0")
+    monkeypatch.setenv("CPU_AFFINITY_CONF", "2")
+    monkeypatch.setenv(name, "max_split_size_mb:64")
+    found = environment_of(*NPU_ASYNC)
+    assert (found["TASK_QUEUE_ENABLE"], found["CPU_AFFINITY_CONF"]) == ("0", "2")
+    assert "PYTORCH_NPU_ALLOC_CONF" not in found  # a rank inherits the user's
+
+
+def test_the_variables_reach_the_ranks(factory: EngineFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TASK_QUEUE_ENABLE", raising=False)
+    monkeypatch.setenv("CPU_AFFINITY_CONF", "0")
+    defaults = device_of(DeviceKind.npu).trainer_defaults
+    device = replace(factory.device, trainer_defaults=defaults)
+    trainer = make_trainer(factory.config, device, tmp_path, tmp_path, factory.placement)
+    (rank,) = trainer.ranks
+    found = ray.get(rank.__ray_call__.remote(_variables, sorted(defaults)), timeout=120)
+    ray.kill(rank)
+    assert found == ["0", "2"]
+
+
+def _variables(_: Any, names: list[str]) -> list[str | None]:
+    return [os.environ.get(name) for name in names]
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ PAGES = (
 )
 BLOCK = re.compile(r"(<!-- measured: (\w+) -->\n)(.*?)(<!-- end -->)", re.S)
 
-VIRTUAL_TIME = ("overlap",)  # results that no other work of the machine changes
+VIRTUAL_TIME = ("overlap", "npu_counts")  # results that no other work of the machine changes
 
 Result = Mapping[str, Any]
 
@@ -366,6 +366,42 @@ def overlap() -> str:
     return f"{table}\n{textwrap.fill(text, 128)}\n"
 
 
+def npu_counts() -> str:
+    result = load("npu_counts")
+    text = header("", "kernels forward", "kernels backward", "GB forward", "GB backward")
+    for model, found in result["models"].items():
+        for way, layers in found["counts"].items():
+            for kind, passes in layers.items():
+                kernels = [f"{passes[each]['kernels']:,}" for each in ("forward", "backward")]
+                sizes = [f"{passes[each]['bytes'] / 1e9:,.1f}" for each in ("forward", "backward")]
+                text += row(f"{model}, a layer with {kind}, {way}", *kernels, *sizes)
+        for way, sums in found["microbatch"].items():
+            layers_of_all = sum(found["layers"].values())
+            text += row(
+                f"**{model}, {layers_of_all} layers, recomputed, {way}**",
+                f"**{sums['kernels']:,} in all**",
+                "",
+                f"**{sums['bytes'] / 1e9:,.0f} in all**",
+                "",
+            )
+    return text
+
+
+def probe() -> str:
+    result = load("probe")
+    shares = result["quickstart"]
+    rows = [
+        row(placement, *(number(shares[placement][name], ".2%") for name in ("of_step_time", "of_sampled_tokens")))
+        for placement in shares
+    ]
+    largest = max(result["presets"].values())
+    return (
+        header("quickstart, 60 steps", "of the steps' time", "of the sampled tokens")
+        + "".join(rows)
+        + f"\nOf the presets' computation it is at most {100 * largest:.4f} %, by count (`tests.bench.probe`).\n"
+    )
+
+
 def missed() -> str:
     """The targets that the results miss."""
     delta, sync, trainer_result, start, controller, code = (
@@ -459,6 +495,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
         gsm8k,
         placements,
         overlap,
+        npu_counts,
         missed,
         summary,
     )

@@ -87,6 +87,66 @@ def fusion_attention() -> Any:
     return {"schema": str(torch.ops.npu.npu_fusion_attention.default._schema)}
 
 
+def elementwise() -> Any:
+    """Our calls of the fused operators pass their own checks; they and their gradients are registered for NPUs."""
+    import torch
+
+    import_torch_npu()
+    fused = our_device().elementwise
+    hidden, weight = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((1, 48, 2560), (2560,)))
+    heads, angles = (
+        torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((1, 48, 32, 128), (1, 48, 1, 128))
+    )
+    results = (fused.rms_norm(hidden, weight, 1e-6), fused.swiglu(hidden), fused.rotate(heads, angles, angles))
+    assert [tuple(each.shape) for each in results] == [(1, 48, 2560), (1, 48, 1280), (1, 48, 32, 128)]
+    assert {each.dtype for each in results} == {torch.bfloat16}
+
+    schemas = {}
+    for name in ("npu_rms_norm", "npu_swiglu", "npu_rotary_mul"):
+        for each, keys in ((name, ("PrivateUse1", "AutogradPrivateUse1")), (f"{name}_backward", ("PrivateUse1",))):
+            schemas[each] = str(getattr(torch.ops.npu, each).default._schema).removeprefix(f"npu::{each}")
+            missing = [key for key in keys if not registered(f"npu::{each}", key)]
+            assert not missing, (each, missing)
+    return {"schemas": schemas}
+
+
+def fused_adamw() -> Any:
+    """torch accepts `fused=True` for NPUs, and torch_npu has the kernel that it calls."""
+    from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
+
+    import_torch_npu()
+    npu = our_device()
+    assert npu.fused_optimizer
+    assert npu.torch_type in _get_fused_kernels_supported_devices()
+    kernels = {name: registered(f"aten::{name}", "PrivateUse1") for name in ("_fused_adamw_", "_fused_adagrad_")}
+    assert kernels == {"_fused_adamw_": True, "_fused_adagrad_": False}, kernels
+    return {"registered": kernels}
+
+
+def registered(operator: str, key: str) -> bool:
+    """Whether an operator has a kernel of its own for a dispatch key; a fallback to the CPU does not count."""
+    import torch
+
+    return torch._C._dispatch_has_kernel_for_dispatch_key(operator, key)
+
+
+def environment_variables() -> Any:
+    """torch_npu's library reads every variable that we set for its sake, and refuses what we avoid."""
+    from importlib.util import find_spec
+
+    npu = our_device()
+    spec = find_spec("torch_npu")
+    assert spec is not None
+    assert spec.origin is not None
+    library = (Path(spec.origin).parent / "lib" / "libtorch_npu.so").read_bytes()
+    names = {*npu.trainer_defaults, *npu.allocator_variables, "expandable_segments"}
+    missing = [name for name in sorted(names) if name.encode() not in library]
+    assert not missing, missing
+    assert b"Do not support TASK_QUEUE_ENABLE = 2 during NPU graph capture" in library
+    assert npu.engine_env["TASK_QUEUE_ENABLE"] == "1"
+    return {"names": sorted(names)}
+
+
 def aborting_hccl() -> Any:
     """The backend has the call that ends everything in flight, with one text."""
     plugin = import_torch_npu()
@@ -268,7 +328,7 @@ UNVERIFIED = [
     "triton_ascend of triton-ascend's releases: kernels of linear attention",
     "SGLang's srt_npu requirements and pyproject_npu.toml, which are in its repository alone",
     "torch 2.10.0+cpu where no index has it: torch's default build in its place",
-    "gradients of npu_fusion_attention, which torch_npu has for NPU tensors alone",
+    "gradients of npu_fusion_attention and the fused elementwise operators, which torch_npu has for NPU tensors alone",
     "images: Dockerfile.npu is not built",
 ]
 OF_TORCH_NPU = (
@@ -276,6 +336,9 @@ OF_TORCH_NPU = (
     device_module_calls,
     collective_calls,
     fusion_attention,
+    elementwise,
+    fused_adamw,
+    environment_variables,
     aborting_hccl,
     ipc_payload,
     server_args,

@@ -4,12 +4,14 @@ import json
 from typing import Any
 
 import pytest
+import torch
 
 from app.config.device import DeviceKind
 from app.config.placement import PlacementKind
 from tests.config.test_presets import EXPERIMENTS, MODELS
 from tests.real_stack import cuda, npu, record
 from tests.real_stack.server_args import cases
+from tests.standin import elementwise_double
 
 STACKS = {"cuda": cuda, "npu": npu}
 AGAIN = "stale: run python -m tests.real_stack {}"
@@ -48,3 +50,9 @@ def test_every_call_of_ours_was_compared_with_torch_npu() -> None:
     checks = recorded("npu")["checks"]
     assert set(npu.calls_on_device_module()) == set(checks["device_module_calls"]["found"]["calls"])
     assert set(npu.calls_of_distributed()) == set(checks["collective_calls"]["found"]["calls"])
+
+
+def test_the_doubles_of_fused_operators_have_torch_npus_schemas() -> None:
+    schemas = recorded("npu")["checks"]["elementwise"]["found"]["schemas"]
+    doubles = {name: getattr(torch.ops.npu, name).default._schema for name in elementwise_double.KERNELS}
+    assert {name: str(schema).removeprefix(f"npu::{name}") for name, schema in doubles.items()} == schemas

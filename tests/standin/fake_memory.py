@@ -34,6 +34,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from app.device.base import LinearKernels
 from tests.bench.random_model import QWEN3_4B
+from tests.standin.elementwise_double import DOUBLE
 
 TYPE = "npu"
 INDEX = 0
@@ -136,6 +137,8 @@ def build(case: Case, mesh: Any, device: torch.device | None = None) -> Any:
 
     linear = None if case.loop else doubles(npu=case.device == "npu")
     kernels = replace(kernels_of(device_of(DeviceKind[case.device]), Compile.off), attention=None, linear=linear)
+    if kernels.elementwise is not None:
+        kernels = replace(kernels, elementwise=DOUBLE)
 
     def names(lm: Any, *_: Any) -> dict[str, str]:
         return {name: name for name, _ in lm.named_parameters()}

@@ -37,11 +37,12 @@ def test_no_stage_of_a_rank_fails_on_a_device_without_float64(name: str, results
     assert {stage: result for stage, result in results[name].items() if str(result).startswith("failed")} == {}
 
 
-@pytest.mark.parametrize(("family", "tolerance"), [("qwen3", 1e-5), ("qwen35", 2e-3)])
-def test_steps_on_the_device_have_the_numbers_of_the_cpu(family: str, tolerance: float, results: Results) -> None:
+@pytest.mark.parametrize("family", ["qwen3", "qwen35"])
+def test_steps_on_the_device_have_the_numbers_of_the_cpu(family: str, results: Results) -> None:
+    """With doubles of the device's fused operators, which the CPU does not have."""
     ours, theirs = results[f"{family} float32"], results[f"{family} float32 cpu"]
     for stage in NUMBERS:
-        assert ours[stage] == pytest.approx(theirs[stage], rel=tolerance), stage
+        assert ours[stage] == pytest.approx(theirs[stage], rel=1e-5), stage
 
 
 @pytest.mark.parametrize("name", ON_DEVICE)

@@ -1,0 +1,189 @@
+"""With fused operators (doubles by definition) a policy computes what transformers' modules do."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from app.config.device import DeviceKind
+from app.config.model import LoraConfig
+from app.config.trainer import Checkpointing, Compile
+from app.device import device_of
+from app.model.hf_import import transformers
+from app.model.kernels import Kernels, fuse_elementwise, kernels_of
+from app.model.load import load
+from app.model.lora.layer import LoraLinear
+from app.model.policy import PolicyModel
+from tests.model.lora.support import move
+from tests.model.support import SAVE, batch, relative, save_kind, save_qwen3, save_qwen35, weights
+from tests.standin.elementwise_double import DOUBLE
+
+FUSED = Kernels(elementwise=DOUBLE)
+PARTS = ("Attention", "MLP", "RMSNorm", "RMSNormGated")
+
+
+def config_of(family: str) -> Any:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    if family == "qwen3_5":
+        linear = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2}
+        return transformers().Qwen3_5TextConfig(
+            **sizes, head_dim=16, **linear, linear_num_value_heads=4, num_hidden_layers=4, vocab_size=11
+        )
+    kind = {"qwen3": "Qwen3Config", "qwen2": "Qwen2Config", "llama": "LlamaConfig"}[family]
+    return getattr(transformers(), kind)(**sizes, head_dim=8, num_hidden_layers=1, vocab_size=11)
+
+
+def decoders(family: str) -> tuple[Any, Any]:
+    """A decoder with random weights, norms included, and the same with fused operators."""
+    config = config_of(family)
+    torch.manual_seed(0)
+    model = transformers().AutoModelForCausalLM.from_config(config, attn_implementation="eager").get_decoder()
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1 and "norm" in name:
+            nn.init.normal_(parameter, std=0.5)
+    fused = copy.deepcopy(model)
+    fuse_elementwise(fused, DOUBLE)
+    return model, fused
+
+
+def parts(model: Any, name: str) -> list[Any]:
+    return [module for module in model.modules() if type(module).__name__.endswith(name)]
+
+
+def outcome(module: nn.Module, run: Callable[[nn.Module, list[Tensor]], Tensor], shapes: list[tuple[int, ...]]) -> Any:
+    """The output, and the gradients of inputs and parameters, for a random gradient of the output."""
+    generator = torch.Generator().manual_seed(1)
+    inputs = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
+    out = run(module, inputs)
+    upstream = torch.randn(out.shape, generator=generator)
+    wanted = [*inputs, *module.parameters()]
+    return [out.detach(), *torch.autograd.grad(out, wanted, upstream)]
+
+
+def assert_equal(family: str, part: str, run: Callable[[Any, list[Tensor]], Tensor], *shapes: tuple[int, ...]) -> None:
+    """The last such part of a decoder; of norms, that of the hidden states."""
+    model, fused = decoders(family)
+    theirs, ours = parts(model, part)[-1], parts(fused, part)[-1]
+    assert "forward" in vars(ours)
+    for mine, expected in zip(outcome(ours, run, [*shapes]), outcome(theirs, run, [*shapes]), strict=True):
+        assert relative(mine, expected) < 1e-6
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5", "qwen2", "llama"])
+def test_a_fused_norm_equals_the_module(family: str) -> None:
+    assert_equal(family, "RMSNorm", lambda norm, given: norm(*given), (1, 9, 32))
+
+
+def test_a_fused_gated_norm_equals_the_module() -> None:
+    assert_equal("qwen3_5", "RMSNormGated", lambda norm, given: norm(*given), (36, 8), (36, 8))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5", "qwen2", "llama"])
+def test_a_fused_mlp_equals_the_module(family: str) -> None:
+    assert_equal(family, "MLP", lambda mlp, given: mlp(*given), (1, 9, 32))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5", "qwen2", "llama"])
+def test_attention_with_a_fused_rotary_embedding_equals_the_module(family: str) -> None:
+    """Full heads, and the first quarter of Qwen3.5's."""
+    width = 4 if family == "qwen3_5" else 8
+    angles = torch.randn(1, 9, width // 2, generator=torch.Generator().manual_seed(2)).repeat(1, 1, 2)
+    mask = torch.full((9, 9), -torch.inf).triu(1)[None, None]
+
+    def run(attention: Any, given: list[Tensor]) -> Tensor:
+        return attention(*given, position_embeddings=(angles.cos(), angles.sin()), attention_mask=mask)[0]
+
+    assert_equal(family, "Attention", run, (1, 9, 32))
+
+
+def gradients(policy: PolicyModel) -> dict[str, Tensor]:
+    packed = batch(101)
+    logprobs, _ = policy(**packed.inputs, temperature=0.7)
+    (logprobs * weights(packed)).sum().backward()
+    named = {name: parameter.grad for name, parameter in policy.named_parameters() if parameter.grad is not None}
+    return {"logprobs": logprobs.detach(), **named}
+
+
+@pytest.mark.parametrize("rank", [0, 4], ids=["full", "adapters"])
+@pytest.mark.parametrize("save", [save_qwen3, save_qwen35])
+def test_a_fused_policy_equals_the_policy(save: Callable[..., Path], rank: int, tmp_path: Path) -> None:
+    """With adapters on every projection, those of the MLPs included, and recomputed layers."""
+    path = save(tmp_path, spread=0.02)  # wider weights amplify rounding
+    options: dict[str, Any] = {"mesh": None, "device": "cpu", "activation_checkpointing": Checkpointing.some}
+    found = []
+    for kernels in (FUSED, Kernels()):
+        policy = load(path, kernels=kernels, lora=LoraConfig(rank=rank), **options)
+        move(policy, std=0.02)
+        found.append(gradients(policy))
+    ours, theirs = found
+
+    assert ours.keys() == theirs.keys()
+    assert any("mlp" in name and "lora" in name for name in ours) == (rank > 0)
+    assert relative(ours.pop("logprobs"), theirs.pop("logprobs")) < 1e-6
+    differences = torch.stack([(ours[name] - expected).norm() for name, expected in theirs.items()])
+    norms = torch.stack([expected.norm() for expected in theirs.values()])
+    assert differences.norm() < 1e-6 * norms.norm()
+    # Sums that nearly cancel, as those of decays, keep fewer digits.
+    assert (differences < 1e-4 * norms).all()
+
+
+def test_the_projections_of_a_fused_mlp_run_their_adapters(tmp_path: Path) -> None:
+    policy = load(SAVE["tied"](tmp_path), mesh=None, device="cpu", kernels=FUSED, lora=LoraConfig(rank=4))
+    calls: list[str] = []
+    for name, module in policy.layers[0].mlp.named_modules():
+        if isinstance(module, LoraLinear):
+            module.register_forward_hook(lambda *_, name=name: calls.append(name))
+    gradients(policy)
+    assert calls == ["gate_proj", "up_proj", "down_proj"]
+
+
+def replaced(model: nn.Module) -> set[str]:
+    return {
+        type(module).__name__
+        for module in model.modules()
+        if "forward" in vars(module) and type(module).__name__.endswith(PARTS)
+    }
+
+
+def test_only_a_policy_with_fused_operators_has_them(tmp_path: Path) -> None:
+    """A reference in the same process keeps transformers' modules, rotary embedding included."""
+    path = SAVE["qwen35"](tmp_path)
+    reference = load(path, mesh=None, device="cpu")
+    before = gradients(reference)["logprobs"]
+    fused = load(path, mesh=None, device="cpu", kernels=FUSED)
+    expected = {f"Qwen3_5{part}" for part in PARTS}
+    assert (replaced(reference), replaced(fused)) == (set(), expected)
+    assert torch.equal(gradients(reference)["logprobs"], before)
+
+
+@pytest.mark.parametrize("family", ["Mistral", "Phi3"])
+def test_modules_of_other_families_stay(family: str, tmp_path: Path) -> None:
+    policy = load(save_kind(family, tmp_path), mesh=None, device="cpu", kernels=FUSED)
+    assert replaced(policy) == set()
+
+
+def test_an_mlp_of_another_activation_stays(tmp_path: Path) -> None:
+    policy = load(save_kind("Llama", tmp_path, hidden_act="gelu"), mesh=None, device="cpu", kernels=FUSED)
+    assert replaced(policy) == {"LlamaRMSNorm", "LlamaAttention"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "setting", "fused"),
+    [
+        (DeviceKind.npu, Compile.auto, True),
+        (DeviceKind.npu, Compile.off, True),
+        (DeviceKind.npu, Compile.on, False),  # norms and MLPs are compiled, and nothing is fused
+        (DeviceKind.cuda, Compile.off, False),
+        (DeviceKind.cpu, Compile.auto, False),
+    ],
+)
+def test_fused_operators_are_the_npus_where_nothing_is_compiled(
+    kind: DeviceKind, setting: Compile, fused: bool
+) -> None:
+    kernels = kernels_of(device_of(kind), setting)
+    assert (kernels.elementwise is not None) == fused
+    assert not (fused and kernels.compiled)
