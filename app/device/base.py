@@ -92,8 +92,6 @@ class Device:
     plugin: str | None = None  # module that registers the device type with torch
     packages: Mapping[str, str] = field(default_factory=dict)  # further required packages → purpose
     toolkit: tuple[str, ...] | None = None  # command that prints driver and devices
-    toolkit_variable: str | None = None  # set to the toolkit's folder by its environment script
-    driver_paths: tuple[str, ...] = ()  # driver files to mount into a container
     allocator_variables: tuple[str, ...] = ()  # variables that can enable expandable segments
     machine_env: Mapping[str, str] = field(default_factory=dict)  # environment of cluster nodes
     memory_query: tuple[str, ...] | None = None  # command that prints a device's memory in MiB on its first line
