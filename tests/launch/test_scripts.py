@@ -7,12 +7,12 @@ import signal
 import subprocess
 import sys
 import time
-import tomllib
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
+from tests.launch.npu_downloads import fetch_npu_packages, fetched_requirements
 from tests.launch.shell import PYTHON, ROOT, bash, dry_run, options
 from tests.waiting import until
 
@@ -376,41 +376,7 @@ def test_triton_of_npus_is_installed_last_and_imported(tmp_path: Path) -> None:
 @pytest.mark.parametrize("pins", [["memfabric-hybrid==1.1.4", "memfabric-zbal==1.1.2"], ["memfabric-hybrid==1.1.4"]])
 def test_a_pin_of_sglang_without_a_wheel_is_removed_where_it_is(pins: list[str], tmp_path: Path) -> None:
     fetch_npu_packages(tmp_path, *pins, "transformers==5.12.1")
-    project = tomllib.loads((tmp_path / "fetched" / "sglang" / "python" / "pyproject.toml").read_text())["project"]
-    assert project["dependencies"] == ["memfabric-hybrid==1.1.4", "transformers==5.12.1"]
-
-
-def fetch_npu_packages(folder: Path, *requirements: str, found: bool = True) -> subprocess.CompletedProcess[str]:
-    """Run launch/npu_packages.sh with downloads that are made up, of an SGLang with these requirements."""
-    listed = "".join(f'  "{each}",\n' for each in requirements)
-    (folder / "pyproject_npu.toml").write_text(f'[project]\nname = "sglang"\ndependencies = [\n{listed}]\n')
-    commands = {
-        "git": f"""folder=${{@: -1}}/python
-            mkdir -p "$folder"
-            cp "{folder}/pyproject_npu.toml" "$folder\"""",
-        "curl": 'while [ "$1" != -o ]; do shift; done; touch "$2"' if found else "exit 22",
-        "unzip": "true",
-    }
-    for name, body in commands.items():
-        (folder / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
-        (folder / name).chmod(0o755)
-    versions = {
-        "PYTHON_VERSION": "3.12",
-        "CANN_VERSION": "9",
-        "CHIP": "a3",
-        "TORCH_VERSION": "2",
-        "TRITON_VERSION": "3",
-    }
-    sources = {"SGLANG_TAG": "v1", "SGLANG_SOURCE": "s", "KERNELS_TAG": "k1", "TRITON_SOURCE": "t"}
-    return bash(
-        "launch/npu_packages.sh",
-        str(folder / "fetched"),
-        PATH=f"{folder}{os.pathsep}{os.environ['PATH']}",
-        KERNELS_SOURCE="https://kernels.example",
-        TRANSFORMERS_VERSION="5.12.1",
-        **versions,
-        **sources,
-    )
+    assert fetched_requirements(tmp_path) == ["memfabric-hybrid==1.1.4", "transformers==5.12.1"]
 
 
 @pytest.mark.parametrize(
