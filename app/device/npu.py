@@ -105,6 +105,6 @@ DEVICE = Device(
     peak_tflops=353.9,
     memory_gb_per_s=1600.0,
     trainer_runtime_gib=2.0,
-    engine_runtime_gib=4.0,  # with the decode graphs, which no release frees
+    engine_runtime_gib=4.0,  # with the decode graphs, which no release frees (app/mode/doctor/ascend.py says why)
     push_seconds_per_gb=0.19,
 )
