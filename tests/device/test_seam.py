@@ -24,7 +24,7 @@ ALLOWED = {
     "app/weight_sync/transport/ipc_payload.py": {"cuda", "CUDA_DEVICE_ARGUMENT"},
 }
 DOCTOR = APP / "mode" / "doctor"
-DRIVER_CHECKS = {DOCTOR / name for name in ("device.py", "nvidia.py", "ascend.py")}  # one table, a file for each vendor
+DRIVER_CHECKS = {DOCTOR / name for name in ("device.py", "ascend.py")}  # drivers and toolkits of the vendors
 # SGLang uses these names on every device.
 SGLANG_NAMES = {
     "cuda_graph",

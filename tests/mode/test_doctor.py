@@ -14,7 +14,6 @@ from app.device.cpu import DEVICE as CPU
 from app.mode.doctor import ascend, examine, table
 from app.mode.doctor import device as doctor_device
 from app.mode.doctor import machine as doctor_machine
-from app.mode.doctor import nvidia as doctor_nvidia
 from app.mode.doctor import software as doctor_software
 from app.mode.finding import CheckStatus, Finding, outcome
 from app.mode.inputs import CheckStage, RunInputs
@@ -132,7 +131,7 @@ def test_the_driver_is_compared_with_torchs_cuda(
     (tmp_path / "nvidia-smi").write_text(NVIDIA_SMI)
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setattr(doctor_nvidia, "torch_cuda", lambda: cuda)
+    monkeypatch.setattr(doctor_device, "torch_cuda", lambda: cuda)
 
     config = composed("device=cuda", "model=qwen3_4b")
     checks = list(doctor_device.hardware(config, device_of(config.device.kind)))
@@ -154,14 +153,14 @@ def test_the_compiler_and_the_memory_savers_library_are_looked_for(
         (tmp_path / "bin" / "nvcc").chmod(0o755)
     monkeypatch.setenv("PATH", "")
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    monkeypatch.setattr(doctor_nvidia, "library_folders", lambda: ["/pip/lib"] if found else [])
-    monkeypatch.setattr(doctor_nvidia, "find_library", lambda _: None)
-    compiler, library = doctor_nvidia.nvidia_toolkit(memory_saver=True)
+    monkeypatch.setattr(doctor_device, "library_folders", lambda: ["/pip/lib"] if found else [])
+    monkeypatch.setattr(doctor_device, "find_library", lambda _: None)
+    compiler, library = doctor_device.nvidia_toolkit(memory_saver=True)
     if found:
         assert (compiler.message, library.message) == (str(tmp_path / "bin" / "nvcc"), "/pip/lib")
     elif not Path("/usr/local/cuda/bin/nvcc").exists():
         assert (compiler.status, library.status) == (CheckStatus.warn, CheckStatus.fail)
-    assert [one.subject for one in doctor_nvidia.nvidia_toolkit(memory_saver=False)] == ["nvcc"]
+    assert [one.subject for one in doctor_device.nvidia_toolkit(memory_saver=False)] == ["nvcc"]
 
 
 @pytest.fixture
@@ -256,10 +255,10 @@ def test_variables_that_release_graph_memory_fail_where_engines_release_memory(
 
 
 def test_torchs_cuda_is_read_from_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert doctor_nvidia.torch_cuda() is None  # the CPU build of this machine
+    assert doctor_device.torch_cuda() is None  # the CPU build of this machine
     (tmp_path / "version.py").write_text("debug = False\ncuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n")
-    monkeypatch.setattr(doctor_nvidia, "find_spec", lambda _: SimpleNamespace(origin=str(tmp_path / "__init__.py")))
-    assert doctor_nvidia.torch_cuda() == "13.0"
+    monkeypatch.setattr(doctor_device, "find_spec", lambda _: SimpleNamespace(origin=str(tmp_path / "__init__.py")))
+    assert doctor_device.torch_cuda() == "13.0"
 
 
 def test_the_memory_saver_is_required_in_colocate_only() -> None:

@@ -21,7 +21,7 @@ CANN = "ASCEND_HOME_PATH"  # set by CANN's set_env.sh
 # The oldest that share device memory between processes, as verl asks for them (verl/utils/device.py).
 SHARING = {"driver version": "25.3.rc1", "CANN version": "8.3.rc1"}
 TRITON = "from triton._C.libtriton import ascend"
-TRITON_TIMEOUT_S = 60
+TRITON_TIMEOUT_S = 300
 # SGLang 0.5.23 hands its NPU graph by position to the memory saver's keyword-only `cuda_graph`; the hook mode `preload`
 # serves that release of graph memory.
 ENDS_CAPTURE = {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": ("1", "true"), "TMS_HOOK_MODE": ("preload",)}
@@ -44,9 +44,14 @@ def checks(config: RunConfig, device: Device) -> Iterator[Finding]:
     count = str(len(list(DEVICE_FILES.glob("davinci[0-9]*"))))
     expected = os.environ.get("NPUS", count)
     hint = "set NPUS to the number for the launch scripts; Atlas A3 has two dies a card"
-    yield outcome("device files", count == expected, f"{count}, NPUS={expected}", hint, otherwise=CheckStatus.warn)
+    message = f"{count} of /dev/davinci*, NPUS={os.environ.get('NPUS', 'unset')}"
+    yield outcome("device files", count == expected, message, hint, otherwise=CheckStatus.warn)
     if installed("triton_ascend") is not None:
-        yield _triton()
+        # Mainline Triton, which xgrammar requires, replaces its files.
+        done = subprocess.run([sys.executable, "-c", TRITON], capture_output=True, text=True, timeout=TRITON_TIMEOUT_S)
+        hint = "pip uninstall triton, then install triton_ascend again with --force-reinstall --no-deps"
+        why = done.stderr.strip().rpartition("\n")[2] if done.returncode else "imports"
+        yield outcome("triton", done.returncode == 0, why, hint)
 
     for name, values in ENDS_CAPTURE.items():
         value = os.environ.get(name, "")
@@ -64,11 +69,3 @@ def _versions(cann: Path, otherwise: CheckStatus) -> Iterator[Finding]:
         if found is not None:
             hint = f"install {oldest} or later: older ones do not share device memory between processes"
             yield outcome(subject, Version(found[1]) >= Version(oldest), found[1], hint, otherwise=otherwise)
-
-
-def _triton() -> Finding:
-    """Import triton-ascend in a process of its own; mainline Triton, which xgrammar requires, replaces its files."""
-    command = [sys.executable, "-c", TRITON]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TRITON_TIMEOUT_S)
-    hint = "pip uninstall triton, then install triton_ascend again with --force-reinstall --no-deps"
-    return outcome("triton", done.returncode == 0, done.stderr.strip().rpartition("\n")[2] or "imports", hint)
