@@ -74,7 +74,7 @@ class Device:
     # machine's memory. None: the cache fills the engine's share of the device.
     max_kv_tokens: int | None = None
     # The fewest requests that an engine accepts at a time, for evaluations if training needs fewer, and the most. 512
-    # is the largest decode graph that SGLang captures by default on cards below 160 GB.
+    # is the largest decode graph that SGLang captures by default on GPUs below 160 GB; on a 64 GB NPU it is 64 or 256.
     request_bounds: tuple[int, int] = (1, 512)
     # Starts a process that imports SGLang, given an environment and a log; yields what forks servers from it.
     fork_server: Callable[[Mapping[str, str], Path], AbstractContextManager[Fork]] | None = None
