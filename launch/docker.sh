@@ -7,7 +7,8 @@
 # read-only and puts it on Python's path: your rewards, environments and data functions. --models DIR is /models. All but
 # --image may be repeated.
 # Runs are written to ./outputs; the hub cache is HF_HOME (~/.cache/huggingface). What is compiled stays in the volumes
-# hydra-posttrain-cuda-... or -npu-... NPUS is the number of cards (8).
+# hydra-posttrain-cuda-... or -npu-... NPUS is the number of NPUs, from 0 on: by default all of this machine, which are 16 on
+# Atlas A3. DCMI is where the library of npu-smi is (/usr/local/dcmi).
 # Passed by name, never by value: HF_*, WANDB_*, CLEARML_*, proxies, NCCL_*, HCCL_*, GLOO_*, SGLANG_*; ~/.netrc and ~/clearml.conf.
 set -euo pipefail
 caller=$PWD
@@ -50,10 +51,13 @@ case $kind in
   cuda) options+=(--gpus all) ;;
   npu)
     caches+=(atc_data)
-    for ((card = 0; card < ${NPUS:-8}; card++)); do options+=(--device="/dev/davinci$card"); done
+    nodes=(/dev/davinci[0-9]*) count=8 dcmi=${DCMI:-/usr/local/dcmi}
+    [ ! -e "${nodes[0]}" ] || count=${#nodes[@]}
+    for ((card = 0; card < ${NPUS:-$count}; card++)); do options+=(--device="/dev/davinci$card"); done
     options+=(--device=/dev/davinci_manager --device=/dev/devmm_svm --device=/dev/hisi_hdc
       -v /usr/local/bin/npu-smi:/usr/local/bin/npu-smi:ro -v /usr/local/Ascend/driver:/usr/local/Ascend/driver:ro
       -v /etc/ascend_install.info:/etc/ascend_install.info:ro)
+    [ ! -d "$dcmi" ] || options+=(-v "$dcmi:/usr/local/dcmi:ro")
     ;;
   *) fail "'$kind' is not accepted: give cuda or npu; --help shows how" ;;
 esac

@@ -18,6 +18,8 @@ run mkdir -p "$folder/wheels"
 if [ ! -e "$folder/sglang" ]; then
   run git clone --quiet --depth 1 --branch "$SGLANG_TAG" "$SGLANG_SOURCE" "$folder/sglang.tmp"
   run mv "$folder/sglang.tmp/python/pyproject_npu.toml" "$folder/sglang.tmp/python/pyproject.toml"
+  # memfabric-zbal 1.1.2 (SGLang #38437) has no wheel for Python 3.12; SGLang imports it for SGLANG_ZBAL_LOCAL_MEM_SIZE alone.
+  run sed -i '/"memfabric-zbal[^"]*"/d' "$folder/sglang.tmp/python/pyproject.toml"
   run mv "$folder/sglang.tmp" "$folder/sglang"
 fi
 if ! $dry_run; then

@@ -2,8 +2,8 @@
 # Create .venv from the pinned requirements of a device; update it when they change.
 #   bash launch/setup.sh [--dry-run] cpu|cuda|npu
 # cuda needs the driver, and nvcc of CUDA 13: SGLang compiles kernels on first use.
-# npu needs CANN, git, curl and unzip. CHIP is 910b (default) or a3. On x86-64 TORCH_INDEX_URL is the index of torch's CPU
-# builds. The versions are those of Dockerfile.npu; a variable of the same name replaces one (CANN_VERSION=...).
+# npu needs CANN, git, curl and unzip. CHIP is a3 (default) or 910b. On x86-64 TORCH_INDEX_URL is the index of torch's CPU
+# builds. The versions are those of Dockerfile.npu; a variable of the same name replaces one (KERNELS_TAG=...).
 # PYTHON is the interpreter, 3.11 or 3.12 (default: python3).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -69,6 +69,10 @@ install_npu() {
   install -c "$packages/constraints.txt" "torch_npu==$TORCH_NPU_VERSION" "${wheels[@]}"
   install -c "$packages/constraints.txt" "$packages/sglang/python[srt_npu]"
   install -c "$packages/constraints.txt" -r "$requirements/npu.txt"
+  # On x86-64 xgrammar requires mainline Triton, whose files replace those of triton-ascend: these come back last.
+  run .venv/bin/python -m pip --disable-pip-version-check --quiet uninstall --yes triton
+  install --force-reinstall --no-deps "$packages"/wheels/triton_ascend*.whl
+  run .venv/bin/python -c "from triton._C.libtriton import ascend"
 }
 
 sources=(pyproject.toml launch/setup.sh launch/torchvision_operators.py "$requirements/$device"*.txt)

@@ -85,7 +85,7 @@ class Device:
     # machine's memory. None: the cache fills the engine's share of the device.
     max_kv_tokens: int | None = None
     # The fewest requests that an engine accepts at a time, for evaluations if training needs fewer, and the most. 512
-    # is the largest decode graph that SGLang captures by default on cards below 160 GB.
+    # is the largest decode graph that SGLang captures by default on GPUs below 160 GB; on a 64 GB NPU it is 64 or 256.
     request_bounds: tuple[int, int] = (1, 512)
     # Starts a process that imports SGLang, given an environment and a log; yields what forks servers from it.
     fork_server: Callable[[Mapping[str, str], Path], AbstractContextManager[Fork]] | None = None
@@ -104,8 +104,6 @@ class Device:
     plugin: str | None = None  # module that registers the device type with torch
     packages: Mapping[str, str] = field(default_factory=dict)  # further required packages → purpose
     toolkit: tuple[str, ...] | None = None  # command that prints driver and devices
-    toolkit_variable: str | None = None  # set to the toolkit's folder by its environment script
-    driver_paths: tuple[str, ...] = ()  # driver files to mount into a container
     allocator_variables: tuple[str, ...] = ()  # variables that can enable expandable segments
     machine_env: Mapping[str, str] = field(default_factory=dict)  # environment of cluster nodes
     memory_query: tuple[str, ...] | None = None  # command that prints a device's memory in MiB on its first line

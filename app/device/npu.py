@@ -122,18 +122,22 @@ DEVICE = Device(
         "triton_ascend": "compiles the kernels of linear attention",
     },
     toolkit=("npu-smi", "info"),
-    toolkit_variable="ASCEND_HOME_PATH",
     allocator_variables=("PYTORCH_NPU_ALLOC_CONF", "PYTORCH_ALLOC_CONF"),
     machine_env={"RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES": "1"},
-    driver_paths=("/usr/local/Ascend/driver", "/etc/ascend_install.info"),
-    # Published for these chips; others have more or fewer cores.
-    peaks={r"910B2": 376.0, r"910B3": 313.0, r"910B4": 280.0, r"910_939[12]$": 376.0},
+    # Cube cores × 16³ multiply-adds × clock in CANN's platform_config/<chip>.ini: 24 at 1.85 or 1.8 GHz, 20 at 1.8 or
+    # 1.5 (910_9392, 910_9381 and 910B4-1 like their sisters). The 376, 313 and 280 of data sheets are for float16.
+    peaks={
+        r"910B1$|910_939[12]$": 363.7,
+        r"910B2C?$|910_938[12]$": 353.9,
+        r"910B3$": 294.9,
+        r"910B4(-1)?$|910_9362$": 245.8,
+    },
     card="a 64 GB Atlas A2 card or A3 die",
     card_memory_gib=64.0,
-    peak_tflops=376.0,
+    peak_tflops=353.9,
     memory_gb_per_s=1600.0,
     trainer_runtime_gib=2.0,
-    engine_runtime_gib=4.0,  # with the decode graphs, which no release frees
+    engine_runtime_gib=4.0,  # with the decode graphs, which no release frees (app/mode/doctor/ascend.py says why)
     push_seconds_per_gb=0.19,
     # Beside CUDA's: three float32 matrices of a chunk's tokens by each other, and where a layer is not recomputed, less
     # than them: the convolution before its activation.

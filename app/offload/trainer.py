@@ -117,7 +117,7 @@ class Offload:
     def _free_pinned_memory(self) -> None:
         """Return the pinned memory of a dropped copy to the machine: torch would keep it for copies of its size."""
         module = self._device_module
-        # torch_npu's name, then torch's from 2.13 on
+        # torch_npu's name, then torch's from 2.12 on
         free = getattr(module, "host_empty_cache", None) or getattr(torch.accelerator, "empty_host_cache", None)
         if module is not None and free is not None:
             free()

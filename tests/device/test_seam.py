@@ -23,7 +23,8 @@ ALLOWED = {
     # On CUDA only, torch puts the device index into a tensor's handle; two processes may number devices differently.
     "app/weight_sync/transport/ipc_payload.py": {"cuda", "CUDA_DEVICE_ARGUMENT"},
 }
-DRIVER_CHECK = APP / "mode" / "doctor" / "device.py"  # compares the driver of NVIDIA's cards with torch's CUDA
+DOCTOR = APP / "mode" / "doctor"
+DRIVER_CHECKS = {DOCTOR / name for name in ("device.py", "ascend.py")}  # drivers and toolkits of the vendors
 # SGLang uses these names on every device.
 SGLANG_NAMES = {
     "cuda_graph",
@@ -63,7 +64,7 @@ def device_names(path: Path) -> list[str]:
 
 
 def test_shared_code_names_no_device() -> None:
-    outside = [path for path in APP.rglob("*.py") if SEAM not in path.parents and path != DRIVER_CHECK]
+    outside = [path for path in APP.rglob("*.py") if SEAM not in path.parents and path not in DRIVER_CHECKS]
     assert [name for path in outside for name in device_names(path)] == []
 
 
@@ -101,11 +102,29 @@ def test_a_missing_device_is_refused() -> None:
         ("cuda", "NVIDIA L40S", 362.0),
         ("cuda", "NVIDIA L4", None),
         ("cuda", "NVIDIA GB200", None),
-        ("npu", "Ascend910B2", 376.0),
-        ("npu", "Ascend910B4", 280.0),
-        ("npu", "Ascend910_9392", 376.0),
+        ("npu", "Ascend910_9372", None),
         ("npu", "Ascend310P3", None),
     ],
 )
 def test_the_peak_is_that_of_the_device_or_unknown(kind: str, name: str, peak: float | None) -> None:
     assert device_of(DeviceKind[kind]).peak_tflops_of(name) == peak
+
+
+@pytest.mark.parametrize(
+    ("name", "cube_cores", "gigahertz"),
+    [
+        ("Ascend910B1", 24, 1.85),
+        ("Ascend910B2", 24, 1.8),
+        ("Ascend910B2C", 24, 1.8),
+        ("Ascend910B3", 20, 1.8),
+        ("Ascend910B4", 20, 1.5),
+        ("Ascend910_9391", 24, 1.85),
+        ("Ascend910_9382", 24, 1.8),
+        ("Ascend910_9362", 20, 1.5),
+    ],
+)
+def test_the_peak_of_an_npu_is_that_of_its_cores_in_canns_platform_files(
+    name: str, cube_cores: int, gigahertz: float
+) -> None:
+    peak = cube_cores * 16**3 * 2 * gigahertz / 1000  # TFLOP/s: a core multiplies blocks of 16 × 16 × 16
+    assert device_of(DeviceKind.npu).peak_tflops_of(name) == pytest.approx(peak, abs=0.05)

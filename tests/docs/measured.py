@@ -496,6 +496,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
         placements,
         overlap,
         npu_counts,
+        probe,
         missed,
         summary,
     )

@@ -1,6 +1,7 @@
 """The launch scripts: linted, with help and a dry run; the parts that need no device are run for real."""
 
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.launch.npu_downloads import fetch_npu_packages, fetched_requirements
 from tests.launch.shell import PYTHON, ROOT, bash, dry_run, options
 from tests.waiting import until
 
@@ -202,6 +204,12 @@ def test_docker_gets_the_devices_and_the_driver_of_npus() -> None:
     assert command.rstrip().endswith(f"hydra-posttrain:npu {' '.join(MISSION)}")
 
 
+def test_docker_gets_the_library_of_npu_smi_where_the_machine_has_it(tmp_path: Path) -> None:
+    there, missing = (dry_run("docker.sh", "npu", DCMI=str(tmp_path / name))[0] for name in ("", "missing"))
+    assert f"{tmp_path}:/usr/local/dcmi:ro" in after("-v", there)
+    assert not any("dcmi" in mount for mount in after("-v", missing))
+
+
 KEYS = {
     "HF_TOKEN": "hidden",
     "WANDB_API_KEY": "hidden",
@@ -336,7 +344,7 @@ def test_setup_installs_the_requirements_of_the_device_and_the_application(
 
 
 def test_setup_for_npus_takes_the_versions_of_the_image(tmp_path: Path) -> None:
-    variables = {"TORCH_INDEX_URL": "https://torch.example", "CHIP": "a3", "KERNELS_TAG": "2027.1.0"}
+    variables = {"TORCH_INDEX_URL": "https://torch.example", "KERNELS_TAG": "2027.1.0"}
     lines = bash("launch/setup.sh", "--dry-run", "npu", cwd=a_checkout(tmp_path), **variables).stdout
     assert "git clone --quiet --depth 1 --branch v0.5.23 https://github.com/sgl-project/sglang " in lines
     assert "/releases/download/2027.1.0/sgl-kernel-npu-2027.1.0-torch2.10.0-py3" in lines
@@ -344,6 +352,31 @@ def test_setup_for_npus_takes_the_versions_of_the_image(tmp_path: Path) -> None:
     assert f"{PIP} --index-url https://torch.example torch==2.10.0 torchvision==0.25.0" in lines
     assert "constraints.txt torch_npu==2.10.0.post7" in lines
     assert "-r launch/requirements/npu.txt" in lines
+
+
+def test_triton_of_npus_is_installed_last_and_imported(tmp_path: Path) -> None:
+    """xgrammar brings mainline Triton on x86-64, whose files replace those of triton-ascend."""
+    checkout = a_checkout(tmp_path)
+    done = bash("launch/setup.sh", "--dry-run", "npu", cwd=checkout, TORCH_INDEX_URL="https://torch.example")
+    commands = [shlex.split(line) for line in done.stdout.splitlines()]
+    installs = [" ".join(words) for words in commands if {"install", "uninstall"} & set(words)]
+    *before, removed, restored, application = installs
+    assert any("-r launch/requirements/npu.txt" in line for line in before)
+    assert removed.endswith("uninstall --yes triton")
+    assert restored.endswith("--force-reinstall --no-deps .venv/npu/wheels/triton_ascend*.whl")
+    assert application.endswith("--no-deps --editable .")
+    assert [".venv/bin/python", "-c", "from triton._C.libtriton import ascend"] in commands
+
+    build = (ROOT / "Dockerfile.npu").read_text()
+    steps = ("-r /tmp/application.txt", "uninstall --yes triton", "force-reinstall", "import ascend")
+    places = [build.index(step) for step in steps]
+    assert places == sorted(places)
+
+
+@pytest.mark.parametrize("pins", [["memfabric-hybrid==1.1.4", "memfabric-zbal==1.1.2"], ["memfabric-hybrid==1.1.4"]])
+def test_a_pin_of_sglang_without_a_wheel_is_removed_where_it_is(pins: list[str], tmp_path: Path) -> None:
+    fetch_npu_packages(tmp_path, *pins, "transformers==5.12.1")
+    assert fetched_requirements(tmp_path) == ["memfabric-hybrid==1.1.4", "transformers==5.12.1"]
 
 
 @pytest.mark.parametrize(
@@ -358,33 +391,7 @@ def test_setup_for_npus_takes_the_versions_of_the_image(tmp_path: Path) -> None:
 def test_packages_for_npus_that_do_not_fit_end_with_a_sentence(
     pinned: str, found: bool, sentence: str | None, tmp_path: Path
 ) -> None:
-    commands = {
-        "git": f"""folder=${{@: -1}}/python
-            mkdir -p "$folder"
-            echo '  "transformers=={pinned}",' > "$folder/pyproject_npu.toml\"""",
-        "curl": 'while [ "$1" != -o ]; do shift; done; touch "$2"' if found else "exit 22",
-        "unzip": "true",
-    }
-    for name, body in commands.items():
-        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
-        (tmp_path / name).chmod(0o755)
-    versions = {
-        "PYTHON_VERSION": "3.12",
-        "CANN_VERSION": "9",
-        "CHIP": "a3",
-        "TORCH_VERSION": "2",
-        "TRITON_VERSION": "3",
-    }
-    sources = {"SGLANG_TAG": "v1", "SGLANG_SOURCE": "s", "KERNELS_TAG": "k1", "TRITON_SOURCE": "t"}
-    done = bash(
-        "launch/npu_packages.sh",
-        str(tmp_path / "fetched"),
-        PATH=f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
-        KERNELS_SOURCE="https://kernels.example",
-        TRANSFORMERS_VERSION="5.12.1",
-        **versions,
-        **sources,
-    )
+    done = fetch_npu_packages(tmp_path, f"transformers=={pinned}", found=found)
     assert done.returncode == (0 if sentence is None else 2), done.stderr
     assert len(done.stderr.splitlines()) == (sentence is not None)
     assert (sentence or "") in done.stderr

@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,8 +11,8 @@ import pytest
 
 from app.device import Device, device_of
 from app.device.cpu import DEVICE as CPU
+from app.mode.doctor import ascend, examine, table
 from app.mode.doctor import device as doctor_device
-from app.mode.doctor import examine, table
 from app.mode.doctor import machine as doctor_machine
 from app.mode.doctor import software as doctor_software
 from app.mode.finding import CheckStatus, Finding, outcome
@@ -160,6 +161,97 @@ def test_the_compiler_and_the_memory_savers_library_are_looked_for(
     elif not Path("/usr/local/cuda/bin/nvcc").exists():
         assert (compiler.status, library.status) == (CheckStatus.warn, CheckStatus.fail)
     assert [one.subject for one in doctor_device.nvidia_toolkit(memory_saver=False)] == ["nvcc"]
+
+
+@pytest.fixture
+def npu_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine with a driver, CANN and 16 device files, in a folder."""
+    for name in ("driver", "dev", "dcmi", f"cann/{platform.machine()}-linux"):
+        (tmp_path / name).mkdir(parents=True)
+    for name in ("install.info", *(f"dev/davinci{card}" for card in range(16)), "dev/davinci_manager"):
+        (tmp_path / name).touch()
+    (tmp_path / "driver" / "version.info").write_text("Version=25.5.0\nascendhal_version=7.35.19\n")
+    cann_version(tmp_path, "9.1.0")
+    names = {"DRIVER": "driver", "INSTALLED": "install.info", "NPU_SMI_LIBRARY": "dcmi"}
+    for constant, name in names.items():
+        monkeypatch.setattr(ascend, constant, str(tmp_path / name))
+    monkeypatch.setattr(ascend, "DEVICE_FILES", tmp_path / "dev")
+    monkeypatch.setenv("ASCEND_HOME_PATH", str(tmp_path / "cann"))
+    for variable in ("NPUS", "TMS_HOOK_MODE", "SGLANG_MEMORY_SAVER_CUDA_GRAPH"):
+        monkeypatch.delenv(variable, raising=False)
+    return tmp_path
+
+
+def cann_version(machine: Path, version: str) -> None:
+    file = machine / "cann" / f"{platform.machine()}-linux" / "ascend_toolkit_install.info"
+    file.write_text(f"package_name=Ascend-cann-toolkit\nversion={version}\n")
+
+
+def of_npus(*overrides: str) -> list[Finding]:
+    config = composed(*MISSION, *overrides)
+    return list(ascend.checks(config, device_of(config.device.kind)))
+
+
+@pytest.mark.parametrize("placement", ["fully_async", "colocate"])
+def test_an_npu_machine_with_everything_passes(placement: str, npu_machine: Path) -> None:
+    found = of_npus(f"placement={placement}")
+    assert {one.status for one in found} == {CheckStatus.ok}
+    assert {"driver version", "CANN version", "device files"} <= {one.subject for one in found}
+
+
+@pytest.mark.parametrize(
+    ("driver", "cann", "fails"),
+    [
+        ("25.3.rc1.2", "8.3.RC1", set()),
+        ("25.5.t3.b001", "9.0.0-beta.2", set()),
+        ("25.2.3", "9.1.0", {"driver version"}),
+        ("25.3.0", "8.2.RC1", {"CANN version"}),
+        ("24.1.rc1", "8.1.RC1", {"driver version", "CANN version"}),
+    ],
+)
+def test_driver_and_cann_have_to_share_memory_between_processes_in_colocate(
+    driver: str, cann: str, fails: set[str], npu_machine: Path
+) -> None:
+    (npu_machine / "driver" / "version.info").write_text(f"Version={driver}\n")
+    cann_version(npu_machine, cann)
+    for placement, status in {"colocate": CheckStatus.fail, "fully_async": CheckStatus.warn}.items():
+        found = of_npus(f"placement={placement}")
+        assert {one.subject for one in found if one.status is status} == fails
+
+
+def test_the_number_of_device_files_is_compared_with_npus(npu_machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert of(of_npus(), "device files").status is CheckStatus.ok
+    monkeypatch.setenv("NPUS", "8")
+    assert of(of_npus(), "device files").status is CheckStatus.warn
+    monkeypatch.setenv("NPUS", "16")
+    assert of(of_npus(), "device files").status is CheckStatus.ok
+
+
+@pytest.mark.parametrize("statement", ["ascend = 1", "nvidia = 1"])
+def test_triton_of_npus_has_to_import(
+    statement: str, npu_machine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mainline Triton in its place has no such name."""
+    (tmp_path / "path" / "triton" / "_C").mkdir(parents=True)
+    (tmp_path / "path" / "triton" / "__init__.py").touch()
+    (tmp_path / "path" / "triton" / "_C" / "libtriton.py").write_text(f"{statement}\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "path"))
+    assert "triton" not in {one.subject for one in of_npus()}  # not installed: another line says so
+    monkeypatch.setattr(ascend, "installed", {"triton_ascend": "3.2.2"}.get)
+    expected = CheckStatus.ok if statement.startswith("ascend") else CheckStatus.fail
+    assert of(of_npus(), "triton").status is expected
+
+
+@pytest.mark.parametrize(("name", "value"), [("TMS_HOOK_MODE", "preload"), ("SGLANG_MEMORY_SAVER_CUDA_GRAPH", "1")])
+def test_variables_that_release_graph_memory_fail_where_engines_release_memory(
+    name: str, value: str, npu_machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    assert of(of_npus("placement=colocate"), "memory saver").status is CheckStatus.fail
+    assert "memory saver" not in {one.subject for one in of_npus("placement=fully_async")}
+    assert "memory saver" not in {one.subject for one in of_npus("placement=colocate", "offload.engine=false")}
+    monkeypatch.setenv(name, {"1": "0", "preload": "torch"}[value])
+    assert "memory saver" not in {one.subject for one in of_npus("placement=colocate")}
 
 
 def test_torchs_cuda_is_read_from_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

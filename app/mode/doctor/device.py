@@ -13,6 +13,7 @@ from app.config import RunConfig
 from app.config.device import DeviceKind
 from app.device import Device
 from app.device.process_environment import EXPANDABLE, library_folders
+from app.mode.doctor import ascend
 from app.mode.doctor.software import uses_memory_saver
 from app.mode.finding import CheckStatus, Finding, outcome
 from app.mode.plan.memory import plan_memory
@@ -29,19 +30,8 @@ def hardware(config: RunConfig, device: Device) -> Iterator[Finding]:
     """Check driver and toolkit, and whether the memory plan fits."""
     if device.toolkit is not None:
         yield _toolkit(device.toolkit)
-    if device.kind is DeviceKind.cuda:
-        yield from nvidia_driver()
-        if not config.rollout.urls:
-            yield from nvidia_toolkit(memory_saver=uses_memory_saver(config, device))
-    for path in device.driver_paths:
-        exists = Path(path).exists()
-        hint = "install the driver, or mount it into the container (launch/docker.sh shows how)"
-        yield outcome("driver", exists, path if exists else f"{path} is missing", hint)
-    if device.toolkit_variable is not None:
-        folder = os.environ.get(device.toolkit_variable, "")
-        message = f"{device.toolkit_variable}={folder}" if folder else f"{device.toolkit_variable} is not set"
-        hint = "source the toolkit's set_env.sh before Python"
-        yield outcome("toolkit", bool(folder) and Path(folder).is_dir(), message, hint)
+    for checks in {DeviceKind.cuda: [nvidia], DeviceKind.npu: [ascend.checks]}.get(device.kind, []):
+        yield from checks(config, device)
     yield _memory(config, device)
 
 
@@ -92,6 +82,13 @@ def _memory(config: RunConfig, device: Device) -> Finding:
     message = f"{peak.device}, {peak.name}: {peak.bytes / GIB:.1f} of {total / GIB:.1f} GiB ({plan.capacity.source})"
     hint = "mode=plan shows the breakdown; use more devices or a smaller trainer.tokens_per_microbatch"
     return outcome("memory", peak.bytes <= total, message, hint, otherwise=CheckStatus.warn)
+
+
+def nvidia(config: RunConfig, device: Device) -> Iterator[Finding]:
+    """Check the driver of NVIDIA's cards and, where engines are to start, the toolkit."""
+    yield from nvidia_driver()
+    if not config.rollout.urls:
+        yield from nvidia_toolkit(memory_saver=uses_memory_saver(config, device))
 
 
 def nvidia_driver() -> Iterator[Finding]:
