@@ -17,6 +17,8 @@ from app.config.device import Dtype
 from app.config.weight_sync import SyncMode, Verify
 from app.rollout.sglang_plugin.derived_weights import TRANSPOSED, refresh_convolutions
 from app.types import Completion, GroupRequest
+from app.weight_sync.sender import Sender
+from app.weight_sync.transport.base import SENDER_EXTENSION
 from tests.rollout.caching_double import REFRESHED, environment
 from tests.rollout.support import host_spec, noisy_model, remote, request, server_spec, transformers_logprobs
 from tests.weight_sync.support import make_synchronizer, make_trainer, set_weights, started
@@ -81,24 +83,25 @@ async def test_an_engine_that_keeps_copies_computes_with_the_weights_that_it_loa
     way: str, seed: int, caching: tuple[Any, Any], tiny_model: Path, tmp_path: Path
 ) -> None:
     trainer, engine = caching
-    policy = noisy_model(tiny_model, seed)
+    export = tmp_path / "export"
     if way == "disk":
-        policy.save_pretrained(tmp_path / "export")
-        await engine.update("update_weights_from_disk", {"model_path": str(tmp_path / "export"), "flush_cache": True})
+        noisy_model(tiny_model, seed).save_pretrained(export)
+        await engine.update("update_weights_from_disk", {"model_path": str(export), "flush_cache": True})
     else:
-        await sync(way, trainer, engine, seed, tmp_path)
+        await sync(way, trainer, engine, seed, export)
 
+    policy = noisy_model(export, 0)
     given = request(group_size=8, max_tokens=24)
     completions = await engine.generate(given)
     assert mean_difference(policy, completions, given) < BF16_ERROR
     assert mean_difference(with_old_copies(policy, tiny_model), completions, given) > 4 * BF16_ERROR
 
 
-async def sync(way: str, trainer: Any, engine: Any, seed: int, folder: Path) -> None:
-    """Sync the weights of a seed, as a delta onto those of the checkpoint where that is the way."""
+async def sync(way: str, trainer: Any, engine: Any, seed: int, export: Path) -> None:
+    """Sync the weights of a seed, as a delta onto those of the checkpoint where that is the way, and export them."""
     transport, mode = ("collective", SyncMode.delta) if way == "delta" else (way, SyncMode.full)
     synchronizer = await make_synchronizer(
-        transport, trainer, [engine], folder, mode=mode, verify=Verify.never, tensor_parallel=2, bucket_mib=0.05
+        transport, trainer, [engine], export.parent, mode=mode, verify=Verify.never, tensor_parallel=2, bucket_mib=0.05
     )
     if mode is SyncMode.delta:
         await set_weights(trainer, 0)
@@ -106,6 +109,7 @@ async def sync(way: str, trainer: Any, engine: Any, seed: int, folder: Path) -> 
     await set_weights(trainer, seed)
     report = await synchronizer.sync(10 * seed + 1)
     assert (report.changed_fraction is not None) == (mode is SyncMode.delta)
+    await trainer.call(SENDER_EXTENSION, Sender.export, folder=export)
     await synchronizer.close()
     await synchronizer.abort()
 
