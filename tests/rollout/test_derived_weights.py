@@ -30,6 +30,8 @@ BF16_ERROR = 0.1  # nats, on average
 class Layer(torch.nn.Module):
     """As SGLang's linear attention: a view of the convolution's parameter, and with it the copy of its backend."""
 
+    conv_weights: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.randn(6, 1, 4))
@@ -39,18 +41,18 @@ class Layer(torch.nn.Module):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_transposed_convolution_is_refreshed_in_its_memory(dtype: torch.dtype) -> None:
     """Also one that was made in inference mode, and one that was cast."""
-    model = torch.nn.Sequential(Layer(), torch.nn.Linear(2, 2), Layer())
+    layer, unused = Layer(), Layer()
     with torch.inference_mode():
-        copy = model[0].conv_weights.transpose(0, 1).contiguous().to(dtype)
-    setattr(model[0], TRANSPOSED, copy)
+        copy = layer.conv_weights.transpose(0, 1).contiguous().to(dtype)
+    setattr(layer, TRANSPOSED, copy)
     address = copy.data_ptr()
 
     with torch.no_grad():
-        model[0].weight.copy_(torch.arange(24.0).view(6, 1, 4))
-    refresh_convolutions(None, model, torch.device("cpu"))
+        layer.weight.copy_(torch.arange(24.0).view(6, 1, 4))
+    refresh_convolutions(None, torch.nn.Sequential(layer, torch.nn.Linear(2, 2), unused), torch.device("cpu"))
     assert copy.data_ptr() == address
     assert copy.tolist() == [[4.0 * channel + tap for channel in range(6)] for tap in range(4)]
-    assert not hasattr(model[2], TRANSPOSED)  # not used yet
+    assert not hasattr(unused, TRANSPOSED)
 
 
 # --- a real engine of two ranks that keeps copies
