@@ -17,6 +17,8 @@ from app.config.device import Dtype
 from app.config.weight_sync import SyncMode, Verify
 from app.rollout.sglang_plugin.derived_weights import TRANSPOSED, refresh_convolutions
 from app.types import Completion, GroupRequest
+from app.weight_sync.sender import Sender
+from app.weight_sync.transport.base import SENDER_EXTENSION
 from tests.rollout.caching_double import REFRESHED, environment
 from tests.rollout.support import host_spec, noisy_model, remote, request, server_spec, transformers_logprobs
 from tests.weight_sync.support import make_synchronizer, make_trainer, set_weights, started
@@ -28,6 +30,8 @@ BF16_ERROR = 0.1  # nats, on average
 class Layer(torch.nn.Module):
     """As SGLang's linear attention: a view of the convolution's parameter, and with it the copy of its backend."""
 
+    conv_weights: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.randn(6, 1, 4))
@@ -37,18 +41,18 @@ class Layer(torch.nn.Module):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_transposed_convolution_is_refreshed_in_its_memory(dtype: torch.dtype) -> None:
     """Also one that was made in inference mode, and one that was cast."""
-    model = torch.nn.Sequential(Layer(), torch.nn.Linear(2, 2), Layer())
+    layer, unused = Layer(), Layer()
     with torch.inference_mode():
-        copy = model[0].conv_weights.transpose(0, 1).contiguous().to(dtype)
-    setattr(model[0], TRANSPOSED, copy)
+        copy = layer.conv_weights.transpose(0, 1).contiguous().to(dtype)
+    setattr(layer, TRANSPOSED, copy)
     address = copy.data_ptr()
 
     with torch.no_grad():
-        model[0].weight.copy_(torch.arange(24.0).view(6, 1, 4))
-    refresh_convolutions(None, model, torch.device("cpu"))
+        layer.weight.copy_(torch.arange(24.0).view(6, 1, 4))
+    refresh_convolutions(None, torch.nn.Sequential(layer, torch.nn.Linear(2, 2), unused), torch.device("cpu"))
     assert copy.data_ptr() == address
     assert copy.tolist() == [[4.0 * channel + tap for channel in range(6)] for tap in range(4)]
-    assert not hasattr(model[2], TRANSPOSED)  # not used yet
+    assert not hasattr(unused, TRANSPOSED)
 
 
 # --- a real engine of two ranks that keeps copies
@@ -81,24 +85,25 @@ async def test_an_engine_that_keeps_copies_computes_with_the_weights_that_it_loa
     way: str, seed: int, caching: tuple[Any, Any], tiny_model: Path, tmp_path: Path
 ) -> None:
     trainer, engine = caching
-    policy = noisy_model(tiny_model, seed)
+    export = tmp_path / "export"
     if way == "disk":
-        policy.save_pretrained(tmp_path / "export")
-        await engine.update("update_weights_from_disk", {"model_path": str(tmp_path / "export"), "flush_cache": True})
+        noisy_model(tiny_model, seed).save_pretrained(export)
+        await engine.update("update_weights_from_disk", {"model_path": str(export), "flush_cache": True})
     else:
-        await sync(way, trainer, engine, seed, tmp_path)
+        await sync(way, trainer, engine, seed, export)
 
+    policy = noisy_model(export, 0)
     given = request(group_size=8, max_tokens=24)
     completions = await engine.generate(given)
     assert mean_difference(policy, completions, given) < BF16_ERROR
     assert mean_difference(with_old_copies(policy, tiny_model), completions, given) > 4 * BF16_ERROR
 
 
-async def sync(way: str, trainer: Any, engine: Any, seed: int, folder: Path) -> None:
-    """Sync the weights of a seed, as a delta onto those of the checkpoint where that is the way."""
+async def sync(way: str, trainer: Any, engine: Any, seed: int, export: Path) -> None:
+    """Sync the weights of a seed, as a delta onto those of the checkpoint where that is the way, and export them."""
     transport, mode = ("collective", SyncMode.delta) if way == "delta" else (way, SyncMode.full)
     synchronizer = await make_synchronizer(
-        transport, trainer, [engine], folder, mode=mode, verify=Verify.never, tensor_parallel=2, bucket_mib=0.05
+        transport, trainer, [engine], export.parent, mode=mode, verify=Verify.never, tensor_parallel=2, bucket_mib=0.05
     )
     if mode is SyncMode.delta:
         await set_weights(trainer, 0)
@@ -106,6 +111,7 @@ async def sync(way: str, trainer: Any, engine: Any, seed: int, folder: Path) -> 
     await set_weights(trainer, seed)
     report = await synchronizer.sync(10 * seed + 1)
     assert (report.changed_fraction is not None) == (mode is SyncMode.delta)
+    await trainer.call(SENDER_EXTENSION, Sender.export, folder=export)
     await synchronizer.close()
     await synchronizer.abort()
 
