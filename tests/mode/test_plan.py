@@ -190,7 +190,7 @@ def test_the_missions_line_is_planned_in_seconds_without_the_heavy_libraries_and
     text = done.stdout
     assert "npu 7: engine 0 (tensor-parallel rank 3 of 4)" in text
     assert "32 prompts × 8 completions = 256 trajectories" in text
-    assert "peak: trainer device, backward of a layer" in text
+    assert "peak: engine device, sync" in text
     # the size of a weight sync
     assert "8,953,803,264 parameters in bfloat16: 17,907,606,528 bytes (16.68 GiB)" in text
     assert "8 of 32 layers, 8,192 bytes per token and engine rank" in text
@@ -204,7 +204,7 @@ def test_the_missions_line_is_planned_in_seconds_without_the_heavy_libraries_and
 @pytest.mark.parametrize(
     ("overrides", "shown"),
     [
-        ((*MISSION, "device.memory_gib=32"), "DOES NOT FIT: 20.86 GiB too much"),
+        ((*MISSION, "device.memory_gib=32"), "DOES NOT FIT: 20.11 GiB too much"),
         ((*MISSION, "device.memory_gib=16", "rollout.tensor_parallel=1"), "NO ROOM: weights take 17.53 GiB"),
         ((*MISSION, "rollout.urls=[http://127.0.0.1:30000]"), "Engines: already running"),
         (("model=hf", "model.path=a/b"), "Memory: no estimate, the shapes of model.path=a/b are not on this machine"),
