@@ -87,7 +87,7 @@ def test_ranks_on_npus_queue_launches_bind_cores_and_grow_segments() -> None:
     assert (found["TASK_QUEUE_ENABLE"], found["CPU_AFFINITY_CONF"]) == ("2", "1")
     assert found["PYTORCH_NPU_ALLOC_CONF"] == "expandable_segments:True"
     assert "HCCL_CONNECT_TIMEOUT" in found
-    # No plan for several communicators (HCCL), and not recommended by its own page (torch_npu): see docs/clusters.md.
+    # CANN restricts the first to one communicator, and torch_npu's own page advises against 2 for the second.
     assert found.keys().isdisjoint({"HCCL_OP_EXPANSION_MODE", "MULTI_STREAM_MEMORY_REUSE"})
     # Engines map a rank's buffers.
     found = environment_of("device=npu", "model=qwen3_4b", "placement=colocate")

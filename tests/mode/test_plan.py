@@ -205,7 +205,7 @@ def test_the_missions_line_is_planned_in_seconds_without_the_heavy_libraries_and
 @pytest.mark.parametrize(
     ("overrides", "shown"),
     [
-        ((*MISSION, "device.memory_gib=32"), "DOES NOT FIT: 19.08 GiB too much"),
+        ((*MISSION, "device.memory_gib=32"), "DOES NOT FIT: 18.24 GiB too much"),
         ((*MISSION, "device.memory_gib=16", "rollout.tensor_parallel=1"), "NO ROOM: weights take 17.53 GiB"),
         ((*MISSION, "rollout.urls=[http://127.0.0.1:30000]"), "Engines: already running"),
         (("model=hf", "model.path=a/b"), "Memory: no estimate, the shapes of model.path=a/b are not on this machine"),

@@ -18,12 +18,19 @@ from app.model.kernels import Kernels, fuse_elementwise, kernels_of
 from app.model.load import load
 from app.model.lora.layer import LoraLinear
 from app.model.policy import PolicyModel
+from tests.bench.kernel_counts import KernelCounts
 from tests.model.lora.support import move
 from tests.model.support import SAVE, batch, relative, save_kind, save_qwen3, save_qwen35, weights
 from tests.standin.elementwise_double import DOUBLE
 
 FUSED = Kernels(elementwise=DOUBLE)
 PARTS = ("Attention", "MLP", "RMSNorm", "RMSNormGated")
+OPERATORS = {
+    "RMSNorm": ("npu_rms_norm",),
+    "RMSNormGated": ("npu_rms_norm", "npu_swiglu"),
+    "MLP": ("npu_swiglu",),
+    "Attention": ("npu_rotary_mul",),
+}
 
 
 def config_of(family: str) -> Any:
@@ -68,9 +75,14 @@ def assert_equal(family: str, part: str, run: Callable[[Any, list[Tensor]], Tens
     """The last such part of a decoder; of norms, that of the hidden states."""
     model, fused = decoders(family)
     theirs, ours = parts(model, part)[-1], parts(fused, part)[-1]
-    assert "forward" in vars(ours)
-    for mine, expected in zip(outcome(ours, run, [*shapes]), outcome(theirs, run, [*shapes]), strict=True):
-        assert relative(mine, expected) < 1e-6
+    with KernelCounts() as before:
+        expected = outcome(theirs, run, [*shapes])
+    with KernelCounts() as after:
+        found = outcome(ours, run, [*shapes])
+    assert not any(name.startswith("npu_") for name in before.names)
+    assert {f"{operator}{suffix}" for operator in OPERATORS[part] for suffix in ("", "_backward")} <= set(after.names)
+    for one, other in zip(found, expected, strict=True):
+        assert relative(one, other) < 1e-6
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_5", "qwen2", "llama"])

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from app.config import RunConfig
 from app.config.device import DeviceKind
-from app.config.trainer import Checkpointing, Optimizer
+from app.config.trainer import Checkpointing, Compile, Optimizer
 from app.config.weight_sync import SnapshotPlace, SyncMode
 from app.device import Device
 from app.model.architecture import Architecture
@@ -26,6 +26,7 @@ REDUCTIONS_IN_FLIGHT = 2
 BACKWARD_OVER_FORWARD = 1.5  # a layer's activations with the gradients that flow through them
 DELTA_CHUNK = 64  # tokens of a chunk of the delta rule
 DELTA_LOOP_WIDTHS = 17.5  # float32 tensors as wide as its values that the delta rule keeps in transformers' torch loop
+FUSED_WIDTHS = 8  # results as wide as the residual stream that fused operators do not keep
 SYNC_BUFFERS = 2
 BACKWARD = "backward of a layer"  # a phase
 
@@ -95,11 +96,15 @@ def _forward_backward(config: RunConfig, device: Device, model: Architecture) ->
     full = tokens * _full_layer_activations(model, item)
     linear = tokens * _linear_layer_activations(model, item, device)
     every_layer = model.full_layers * full + (model.layers - model.full_layers) * linear
+    # Fused operators keep fewer results of norms, MLPs and rotary embeddings.
+    fused = device.elementwise is not None and config.trainer.compile is not Compile.on
+    spared = fused * tokens * item * FUSED_WIDTHS * model.hidden
+    every_layer -= model.layers * spared
     kept = uncheckpointed_layers(model, config.trainer.activation_checkpointing)
     saved = kept / model.layers * every_layer + (model.layers - kept) * tokens * model.hidden * item
 
     # a layer that kept its activations only adds gradients to them; a checkpointed one computes both
-    computing = (BACKWARD_OVER_FORWARD - (1 if kept else 0)) * max(full, linear)
+    computing = (BACKWARD_OVER_FORWARD - (1 if kept else 0)) * (max(full, linear) - spared)
 
     # with LoRA the base has no gradients
     lora = config.model.lora.enabled
