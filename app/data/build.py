@@ -6,7 +6,7 @@ Invariants:
 - A plain prompt has the special tokens that the tokenizer adds by default (such as beginning-of-sequence).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +16,12 @@ from app.config.data import DataConfig, Template
 from app.data import rows
 from app.data.counts import RowCounts, count, weights_of
 from app.data.cursor import PromptCursor
-from app.data.fields import Row, tools_of
+from app.data.fields import Row
 from app.data.records.messages import Message, WrongMessages, framed
 from app.data.rows import DataRows
-from app.errors import ConfigError, expect
+from app.errors import ConfigError, expect, one_line
 from app.types import Prompt
+from app.utils.chat_messages import for_template, lost
 
 
 def encode(members: Sequence[Row], config: DataConfig, tokenizer: Any) -> list[np.ndarray]:
@@ -75,33 +76,31 @@ def conversation(row: Row, config: DataConfig) -> tuple[Message, ...]:
 
 def render(
     messages: Sequence[Message],
-    columns: Mapping[str, Any],
+    template_kwargs: Mapping[str, Any],
     config: DataConfig,
     tokenizer: Any,
     *,
     reply: bool,
     name: str,
 ) -> str:
-    """Render messages by the chat template, with the tools of their row.
+    """Render messages by the chat template.
 
     Args:
         messages: The conversation, or its beginning.
-        columns: Those of the row; `data.tools` names one.
+        template_kwargs: Those of the row.
         tokenizer: Any Hugging Face tokenizer with a chat template.
         reply: Open the policy's reply, where it begins to sample.
 
     Raises:
-        ConfigError: If the template rejects the messages, or the row has no tools.
+        ConfigError: If the template rejects the messages.
     """
-    from jinja2.exceptions import TemplateError
-
-    tools = None if config.tools is None else tools_of(columns, config.tools, name)
+    variables = {"enable_thinking": config.thinking, **config.chat_template_kwargs, **template_kwargs}
     try:
         text: str = tokenizer.apply_chat_template(
-            messages, tools=tools, tokenize=False, add_generation_prompt=reply, enable_thinking=config.thinking
+            for_template(messages), tokenize=False, add_generation_prompt=reply, **variables
         )
-    except TemplateError as error:
-        why = f"the tokenizer's chat template rejects those of {name} ({error})"
+    except Exception as error:  # the template is a program of the model's
+        why = f"the tokenizer's chat template rejects those of {name} ({one_line(error)})"
         raise ConfigError("data.template", config.template, "plain, or other messages", why) from error
     return text
 
@@ -110,19 +109,36 @@ def _render(row: Row, config: DataConfig, tokenizer: Any) -> str:
     question = ({"role": "user", "content": row.question},)
     messages = conversation(row, config) or framed(question, config.system, config.prefix, config.suffix)
     name = f"row {row.index + 1} of {row.source}"
-    text = render(messages, row.columns, config, tokenizer, reply=True, name=name)
-    if row.messages:
-        _require_all(messages, text, row, config)
+
+    def rendered(messages: Sequence[Message]) -> str:
+        return render(messages, row.template_kwargs, config, tokenizer, reply=True, name=name)
+
+    text = rendered(messages)
+    for number, message in enumerate(messages) if row.messages else ():
+        require_whole(
+            messages, number, text, rendered, config, f"message {number + 1} of the role {message['role']} in {name}"
+        )
     return text
 
 
-def _require_all(messages: Sequence[Message], text: str, row: Row, config: DataConfig) -> None:
-    """Raise `ConfigError` if the template left a message out. Of an assistant's it may leave out the reasoning."""
-    for message in messages:
-        if message["role"] != "assistant" and message["content"].strip() not in text:
-            accepted = "messages that the model's chat template renders"
-            why = f"it leaves out that of the role {message['role']} in row {row.index + 1} of {row.source}"
-            raise ConfigError("data.question", config.question, accepted, why)
+def require_whole(
+    messages: Sequence[Message],
+    number: int,
+    text: str,
+    rendered: Callable[[Sequence[Message]], str],
+    config: DataConfig,
+    place: str,
+    *,
+    thoughts: bool = False,
+) -> None:
+    """Raise `ConfigError` if the template left out a part of a message, see `lost`.
+
+    Of replies in a prompt it may leave out the reasoning; of one to imitate it may not.
+    """
+    part = lost(messages, number, text, rendered, thoughts=thoughts)
+    if part is not None:
+        accepted = "messages that the model's chat template renders, or another model.chat_template"
+        raise ConfigError("data.question", config.question, accepted, f"it leaves out the {part} of {place}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +205,7 @@ def prompts_of(
                 row=row.columns,
                 messages=conversation(row, config),
                 reply=row.reply,
+                template_kwargs=row.template_kwargs,
             )
         )
     return prompts

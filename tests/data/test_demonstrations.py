@@ -126,7 +126,7 @@ def test_a_rows_tools_are_rendered_in_prompts_and_demonstrations(
 def test_what_is_no_list_of_tools_is_refused_with_its_row(
     tools: dict[str, Any], tokenizer_of: Callable[[Path], Any], jsonl: Callable[..., str]
 ) -> None:
-    with refused("data.tools", "tools", "row 1 of mine"):
+    with refused("data.tools", "tools", "row 1 of"):
         prompts_of(replace(CHAT, tools="tools"), jsonl({"messages": TURN, **tools}), tokenizer_of(QWEN3))
 
 
