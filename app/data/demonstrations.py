@@ -94,9 +94,9 @@ class Demonstrator:
             if index < last and not as_sampled:
                 continue
 
-            self._require_imitable(message, opened[begin:], () if close else stops, prompt)
             place = f"the reply in message {index + 1} of {prompt.id}"
             require_whole(messages[: index + 1], index, alone, rendered, self.config, place, thoughts=True)
+            self._require_imitable(message, opened[begin:], () if close else stops, prompt)
             pieces += [(self._encode(whole[done:start]), False), (self._encode(whole[start:end]), True)]
             done = end
         return pieces

@@ -16,7 +16,7 @@ from typing import Any
 from app.config.data import RESERVED, TEMPLATE_KWARGS
 from app.data.records.messages import REPLY, Message, WrongMessages, checked, messages_in, normalized
 from app.errors import ConfigError
-from app.utils.chat_messages import parsed, without_nulls
+from app.utils.chat_messages import of_json, without_nulls
 
 WITHOUT = "data.answer=null trains without one, if no reward needs it"
 
@@ -69,7 +69,10 @@ class FieldMap:
             for name, value in record.items()
             if not isinstance(value, bytes | bytearray)
         }
-        template_kwargs = self._template_kwargs(columns, place, padded)
+        for name in (self.tools or "").partition(".")[0], TEMPLATE_KWARGS:
+            if padded and name in columns:
+                columns[name] = without_nulls(columns[name])
+        template_kwargs = self._template_kwargs(columns, place)
         messages = self._messages(columns, place, template_kwargs.get("tools", ()), padded)
         reply = None
         if self.replies and messages:
@@ -94,18 +97,18 @@ class FieldMap:
             raise ConfigError(f"{self.key}.answer", None, f"the field of the reply; {place} is no conversation")
         return "" if self.answer is None else self._text(record, "answer", self.answer, place)
 
-    def _template_kwargs(self, record: Mapping[str, Any], place: str, padded: bool) -> dict[str, Any]:
+    def _template_kwargs(self, record: Mapping[str, Any], place: str) -> dict[str, Any]:
         """Return the tools of a row, from a list of JSON schemas or its text, and its variables of the template."""
         found: dict[str, Any] = {}
         if self.tools is not None:
-            value = _value_of_json(find(record, self.tools), padded)
+            value = of_json(find(record, self.tools))
             if value is not None and not (isinstance(value, list) and all(isinstance(each, Mapping) for each in value)):
                 instead = value.instead if isinstance(value, Missing) else f"a {type(value).__name__}"
                 accepted = f"a field with a list of JSON schemas, or its text; {place} has {instead}"
                 raise ConfigError("data.tools", self.tools, accepted)
             found = {"tools": value} if value else {}
 
-        own = _value_of_json(record.get(TEMPLATE_KWARGS), padded) or {}
+        own = of_json(record.get(TEMPLATE_KWARGS)) or {}
         if not isinstance(own, Mapping) or RESERVED.intersection(own):
             accepted = f"variables of the chat template without {', '.join(sorted(RESERVED))}, as {place} has"
             raise ConfigError(f"data.{TEMPLATE_KWARGS}", own, accepted)
@@ -225,13 +228,6 @@ def find(record: Mapping[str, Any], path: str) -> Any:
         else:
             return Missing(_describe(value))
     return value
-
-
-def _value_of_json(value: Any, padded: bool) -> Any:
-    """Return a value that may be written as JSON text, where its nulls are meant."""
-    if isinstance(value, str):
-        return parsed(value)
-    return without_nulls(value) if padded else value
 
 
 def _describe(value: Any) -> str:

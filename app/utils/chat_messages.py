@@ -43,7 +43,7 @@ def messages_in(value: Any) -> Sequence[Any] | None:
     [{'from': 'human', 'value': '1+1='}]
     """
     if isinstance(value, str) and value.lstrip().startswith("["):
-        value = parsed(value)
+        value = of_json(value)
     is_list = isinstance(value, Sequence) and not isinstance(value, str)
     return value if is_list and any(map(_has_role, value)) else None
 
@@ -120,12 +120,12 @@ def without_nulls(value: Any) -> Any:
     return [without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
-def parsed(text: str) -> Any:
-    """Return the value of a JSON text; a text that is none stays as it is."""
+def of_json(value: Any) -> Any:
+    """Return the value of a JSON text; any other value, or text, stays as it is."""
     try:
-        return json.loads(text)
+        return json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
-        return text
+        return value
 
 
 def _normalized(message: Any, number: int, required: Mapping[str, Sequence[str]] | None) -> Message:
@@ -162,7 +162,7 @@ def _of_sharegpt(fields: Mapping[str, Any], number: int) -> dict[str, Any]:
     others = {name: value for name, value in fields.items() if name not in ("from", "value")}
     text = fields.get("value")
     if speaker == "function_call":
-        calls = parsed(text) if isinstance(text, str) else text
+        calls = of_json(text)
         return {"role": REPLY, "tool_calls": calls if isinstance(calls, list) else [calls], **others}
     return {"role": SHAREGPT[speaker], "content": text, **others}
 
@@ -192,7 +192,8 @@ def _text(message: Message, number: int) -> str:
 
 def _calls(calls: Any, number: int, required: Mapping[str, Sequence[str]] | None) -> list[dict[str, Any]]:
     found = []
-    for call in parsed(calls) if isinstance(calls, str) else calls:
+    calls = of_json(calls)
+    for call in calls if isinstance(calls, list) else [calls]:
         call = {name: value for name, value in call.items() if value is not None} if isinstance(call, Mapping) else {}
         function = call.pop("function", None) or {key: call.pop(key) for key in ("name", "arguments") if key in call}
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
@@ -201,7 +202,7 @@ def _calls(calls: Any, number: int, required: Mapping[str, Sequence[str]] | None
 
         arguments = function.get("arguments") or {}
         if isinstance(arguments, str):
-            value = parsed(arguments)
+            value = of_json(arguments)
             arguments = value if isinstance(value, Mapping) else arguments  # the policy's own bad JSON stays text
         elif required is not None and isinstance(arguments, Mapping):
             real = required.get(function["name"], ())

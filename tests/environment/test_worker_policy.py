@@ -239,7 +239,7 @@ async def test_another_client_of_the_same_conversation_is_recognized() -> None:
     await policy([user("q"), said, {"role": "tool", "content": "3", "tool_call_id": "1"}])
     call = {**call, "function": {"name": "sub", "arguments": "{}"}}
     await policy([user("q"), {**said, "tool_calls": [call]}, user("x")])
-    assert engine.requests == [(0, "q>"), (0, "|3>"), (1, "q|None|x>")]
+    assert engine.requests == [(0, "q>"), (0, "|3>"), (1, "q||x>")]
     assert policy.metrics["tool_calls"] == 1.0
 
 

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 from app.environment.protocol import Message
 from app.environment.rendering.tokenizer_file import import_package, read_json, token_text
+from app.utils.chat_messages import for_template
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -52,7 +53,7 @@ class ChatTemplate:
         """
         try:
             text: str = self._template.render(
-                messages=list(messages), tools=tools or None, add_generation_prompt=prompt, **self._variables
+                messages=for_template(messages), tools=tools or None, add_generation_prompt=prompt, **self._variables
             )
         except Exception as error:  # the template is a program of the model's
             raise ValueError(f"the chat template cannot be used ({error}).") from error
