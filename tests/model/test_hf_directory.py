@@ -4,11 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
 
 from app.config.model import LoraConfig, ModelConfig
+from app.environment.rendering.tokenizer_file import TokenizerFile
 from app.mode.preflight import problems
-from app.model.hf_directory import GENERAL, identity, load_tokenizer, locate, require_window
-from app.model.hf_import import transformers
+from app.model.hf_directory import identity, load_tokenizer, locate, require_window
+from tests.byte_level import write_tokenizer
 from tests.compose import composed
 from tests.model.support import save_qwen3
 from tests.refusals import refused
@@ -96,14 +98,42 @@ def test_a_broken_tokenizer_is_refused(file: str, content: str, tmp_path: Path) 
         load_tokenizer(path)
 
 
-def test_the_general_tokenizer_class_equals_the_choice_of_transformers(tmp_path: Path) -> None:
-    path = save_qwen3(tmp_path / "qwen3")
-    assert json.loads((path / "tokenizer_config.json").read_text())["tokenizer_class"] == GENERAL
-    ours, theirs = load_tokenizer(path), transformers().AutoTokenizer.from_pretrained(path)
-    assert type(ours) is type(theirs)
-    assert repr(ours) == repr(theirs)
-    assert ours.get_vocab() == theirs.get_vocab()
-    assert ours("1+2=") == theirs("1+2=")
+TEXT = "The sum of 1 and 2 is\n\n3 , née. It 's\n    def f(x): 中文"
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "gpt2"])
+@pytest.mark.parametrize(
+    "declared",
+    ["LlamaTokenizerFast", "LlamaTokenizer", "Qwen2Tokenizer", "GPT2TokenizerFast", "PreTrainedTokenizerFast", None],
+)
+def test_a_tokenizer_is_that_of_its_file_whatever_class_is_declared(
+    declared: str | None, model_type: str, tmp_path: Path
+) -> None:
+    path = write_tokenizer(tmp_path, model_type=model_type, tokenizer_class=declared)
+    loaded, file = load_tokenizer(path), TokenizerFile(path)
+    ids = loaded(TEXT)["input_ids"]
+    assert (
+        ids
+        == file.encode(TEXT, add_special_tokens=True)
+        == Tokenizer.from_file(str(path / "tokenizer.json")).encode(TEXT).ids
+    )
+    assert loaded.decode(ids) == TEXT
+
+
+@pytest.mark.parametrize(
+    "settings", [{"clean_up_tokenization_spaces": True}, {"add_bos_token": True}, {"add_eos_token": True}]
+)
+def test_settings_of_a_class_do_not_change_what_the_file_says(settings: dict[str, bool], tmp_path: Path) -> None:
+    path = write_tokenizer(tmp_path, tokenizer_class="LlamaTokenizerFast", **settings)
+    loaded = load_tokenizer(path)
+    ids = loaded(TEXT)["input_ids"]
+    assert ids == TokenizerFile(path).encode(TEXT, add_special_tokens=True)
+    assert loaded.decode(ids) == TEXT
+
+
+def test_a_tokenizer_without_an_end_token_takes_that_of_the_model(tmp_path: Path) -> None:
+    loaded = load_tokenizer(write_tokenizer(tmp_path, tokenizer_class="GPT2Tokenizer", eos_token=None))
+    assert loaded.eos_token == "<|im_end|>"
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ class TokenizerFile:
     """A tokenizer with the methods that the `renderers` package asks for.
 
     Attributes:
+        backend: The `tokenizers.Tokenizer`.
         stop_ids: Tokens that end a reply, those of the model's configuration.
     """
 
@@ -45,11 +46,11 @@ class TokenizerFile:
             raise ValueError(f"{folder} has no tokenizer.json, which environments need.")
 
         try:
-            self._backend = tokenizers.Tokenizer.from_file(str(path))
+            self.backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the package raises no narrower type
             raise ValueError(f"{path} cannot be read as a tokenizer ({error}).") from error
-        self._backend.no_truncation()
-        self._backend.no_padding()
+        self.backend.no_truncation()
+        self.backend.no_padding()
 
         self.name_or_path = str(folder)
         self.stop_ids = frozenset(_stop_ids(folder, self))
@@ -57,17 +58,17 @@ class TokenizerFile:
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """Return the ids of `text`: [N]. A lone surrogate, which has no bytes, becomes a question mark."""
-        ids: list[int] = self._backend.encode(_readable(text), add_special_tokens=add_special_tokens).ids
+        ids: list[int] = self.backend.encode(_readable(text), add_special_tokens=add_special_tokens).ids
         return ids
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = False) -> str:
         """Return the text of `token_ids`."""
-        text: str = self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        text: str = self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
 
     def convert_tokens_to_ids(self, token: str) -> int | None:
         """Return a token's id, or None if the vocabulary lacks it."""
-        index: int | None = self._backend.token_to_id(token)
+        index: int | None = self.backend.token_to_id(token)
         return index
 
 
