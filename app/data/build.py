@@ -2,12 +2,14 @@
 
 Invariants:
 - No prompt is longer than `max_prompt_tokens`. Longer prompts are dropped and counted.
-- A chat prompt has only the special tokens of its template, and the text of every message but an assistant's.
+- A chat prompt has only the special tokens of its template, and the text and the calls of every message. A special
+  token that a message spells is text, see `ControlTokens`; the first row where it cannot be is named.
 - A plain prompt has the special tokens that the tokenizer adds by default (such as beginning-of-sequence).
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -21,7 +23,7 @@ from app.data.records.messages import Message, WrongMessages, framed
 from app.data.rows import DataRows
 from app.errors import ConfigError, expect, one_line
 from app.types import Prompt
-from app.utils.chat_messages import for_template, lost
+from app.utils.chat_messages import FIELDS, MARK, ControlTokens, encode_marked, for_template, lost
 
 
 def encode(members: Sequence[Row], config: DataConfig, tokenizer: Any) -> list[np.ndarray]:
@@ -50,7 +52,28 @@ def encode(members: Sequence[Row], config: DataConfig, tokenizer: Any) -> list[n
         texts = [config.prefix + row.question + config.suffix for row in members]
 
     encoded = tokenizer(texts, add_special_tokens=not chat)["input_ids"]
+    for index, text in enumerate(texts if chat else ()):
+        if MARK in text:
+            encoded[index] = encode_text(text, tokenizer)
     return [np.asarray(ids, dtype=np.int32) for ids in encoded]
+
+
+def encode_text(text: str, tokenizer: Any) -> list[int]:
+    """Encode a rendered text, which may have marks."""
+
+    def encode(piece: str) -> list[int]:
+        ids: list[int] = tokenizer(piece, add_special_tokens=False)["input_ids"]
+        return ids
+
+    return encode_marked(text, encode)
+
+
+@lru_cache(maxsize=4)
+def control_tokens(tokenizer: Any) -> ControlTokens:
+    """Return the special tokens of a Hugging Face tokenizer."""
+    added = getattr(tokenizer, "added_tokens_decoder", {}).items()
+    special = {index: token.content for index, token in added if token.special}
+    return ControlTokens.of(special, lambda text: encode_text(text, tokenizer), tokenizer.decode)
 
 
 def check_template(members: Sequence[Row], config: DataConfig) -> None:
@@ -108,6 +131,7 @@ def render(
 def _render(row: Row, config: DataConfig, tokenizer: Any) -> str:
     question = ({"role": "user", "content": row.question},)
     messages = conversation(row, config) or framed(question, config.system, config.prefix, config.suffix)
+    messages = control_tokens(tokenizer).marked(messages)
     name = f"row {row.index + 1} of {row.source}"
 
     def rendered(messages: Sequence[Message]) -> str:
@@ -152,6 +176,11 @@ class PromptData:
     total: int  # prompts before that
     warnings: list[str]  # for the run to record
 
+    @property
+    def all(self) -> list[Prompt]:
+        """The prompts of all sets."""
+        return [*self.train.prompts, *(prompt for prompts in self.evals.values() for prompt in prompts)]
+
 
 def build(
     config: DataConfig, tokenizer: Any, *, seed: int, max_prompt_tokens: int, loaded: DataRows | None = None
@@ -181,6 +210,31 @@ def build(
     cursor = PromptCursor(train, seed=seed, shuffle=config.shuffle, weights=weights)
     counts = count(train, evals, loaded, weights)
     return PromptData(cursor, evals, counts, total - counts.total, total, loaded.warnings)
+
+
+def rendering_warnings(prompts: Sequence[Prompt], config: DataConfig, tokenizer: Any) -> list[str]:
+    """Return a sentence about the fields of messages that nothing reads, and one about control tokens in their text."""
+    if config.template is Template.plain:
+        return []
+    control = control_tokens(tokenizer).others
+    unread: set[str] = set()
+    spelled: dict[str, str] = {}
+    for prompt in prompts:
+        messages = prompt.messages or ({"role": "user", "content": prompt.question},)
+        unread.update(*messages, prompt.reply or ())
+        for message in messages:
+            if found := control.search(message["content"]):
+                spelled.setdefault(found[0], prompt.id)
+
+    unread -= {*FIELDS, *(name for name in unread if name in str(tokenizer.chat_template))}
+    warnings = []
+    if unread:
+        warnings.append(
+            f"neither the chat template nor a run reads these fields of messages: {', '.join(sorted(unread))}"
+        )
+    for token, name in spelled.items():
+        warnings.append(f"{name} spells {token} in its text, which this tokenizer reads as its control token")
+    return warnings
 
 
 def prompts_of(

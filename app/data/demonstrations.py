@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from app.config.data import DataConfig, Template
-from app.data.build import prompts_of, render, require_whole
-from app.data.cursor import Epochs, fingerprint, require_same
+from app.data.build import control_tokens, encode_text, prompts_of, render, require_whole
+from app.data.cursor import Epochs, Fingerprint
 from app.data.fields import Row
 from app.data.records.messages import REPLY, Message, framed
 from app.errors import ConfigError, yaml_text
@@ -45,6 +45,10 @@ class Demonstrator:
     stop_ids: Sequence[int]
     max_tokens: int
 
+    @property
+    def _stops(self) -> list[str]:
+        return [self.tokenizer.decode([token]) for token in self.stop_ids]
+
     def sequences(self, prompts: Iterable[Prompt]) -> list[TokenSequence]:
         """Return one sequence for each prompt. Raises `ConfigError` if the chat template does not end a reply."""
         return [self._sequence(prompt) for prompt in prompts]
@@ -63,7 +67,7 @@ class Demonstrator:
         assert prompt.reply is not None
         if self.config.template is Template.plain:
             end = self.tokenizer.eos_token_id
-            reply = self._encode(prompt.reply["content"])
+            reply = encode_text(prompt.reply["content"], self.tokenizer)
             return [(prompt.token_ids.tolist(), False), ([*reply, *([] if end is None else [end])], True)]
 
         config = self.config
@@ -77,8 +81,9 @@ class Demonstrator:
         def rendered(messages: Sequence[Message], *, reply: bool = False) -> str:
             return render(messages, prompt.template_kwargs, self.config, self.tokenizer, reply=reply, name=prompt.id)
 
+        messages = control_tokens(self.tokenizer).marked(messages)
         whole = rendered(messages)
-        stops = [self.tokenizer.decode([token]) for token in self.stop_ids]
+        stops = self._stops
         pieces: list[Piece] = []
         done = 0
         last = len(messages) - 1
@@ -97,7 +102,8 @@ class Demonstrator:
             place = f"the reply in message {index + 1} of {prompt.id}"
             require_whole(messages[: index + 1], index, alone, rendered, self.config, place, thoughts=True)
             self._require_imitable(message, opened[begin:], () if close else stops, prompt)
-            pieces += [(self._encode(whole[done:start]), False), (self._encode(whole[start:end]), True)]
+            context, sampled = (encode_text(each, self.tokenizer) for each in (whole[done:start], whole[start:end]))
+            pieces += [(context, False), (sampled, True)]
             done = end
         return pieces
 
@@ -111,16 +117,14 @@ class Demonstrator:
         if stops:
             why = f"it does not end the reply of {prompt.id} with {' or '.join(stops)}, which ends a completion"
             raise ConfigError("data.template", self.config.template, "plain, or another chat template", why)
+        if found := next((stop for stop in self._stops if stop in message["content"]), None):
+            raise ConfigError("data.question", self.config.question, f"replies without {found}, unlike {prompt.id}")
         # The template of a later reply may lack the empty block that a prompt of no thinking has.
         if EMPTY_BLOCK.sub("", unread):
             thinks = CLOSE in message["content"] or REASONING[0] in message
             accepted = "true, or replies without reasoning" if thinks else "false, or replies with reasoning"
             why = f"the policy samples after {unread!r}, which does not stand before the reply of {prompt.id}"
             raise ConfigError("data.thinking", self.config.thinking, accepted, why)
-
-    def _encode(self, text: str) -> list[int]:
-        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ids
 
 
 def _borders(opened: str, text: str, stops: Sequence[str]) -> tuple[int, int]:
@@ -144,14 +148,14 @@ class DemonstrationStream:
             path = demonstrator.config.demonstrations
             raise ConfigError("data.demonstrations", path, "shorter prompts, or a larger rollout.max_prompt_tokens")
         shuffle = demonstrator.config.shuffle
-        self.fingerprint = fingerprint(self.prompts, seed=seed, shuffle=shuffle)
+        self.fingerprint = Fingerprint(self.prompts, seed=seed, shuffle=shuffle)
         self._epochs = Epochs(self.prompts, seed=seed, shuffle=shuffle)
         self._per_step = per_step
 
     def require_same(self, saved: str) -> None:
         """Raise `ConfigError` unless this is the fingerprint of the same rows in the same order."""
         path = yaml_text(self.demonstrator.config.demonstrations)
-        require_same(saved, self.fingerprint, "data.demonstrations", path)
+        self.fingerprint.require(saved, "data.demonstrations", path)
 
     def of_step(self, step: int) -> list[TokenSequence]:
         """Return the sequences of a step, which is counted from 1."""

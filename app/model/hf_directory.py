@@ -6,14 +6,17 @@ on its origin.
 
 import json
 from dataclasses import asdict
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from app.config.model import LoraConfig, ModelConfig
+from app.environment.rendering.chat_template import template_of
 from app.environment.rendering.tokenizer_file import TokenizerFile
+from app.environment.rendering.tokenizer_file import stop_ids as stop_ids  # for those who load a model
 from app.errors import ConfigError, expect, one_line
 from app.model.hf_import import general_tokenizer, transformers
-from app.model.lora.base_weights import fingerprint
+from app.model.lora.base_weights import fingerprint, weight_map
 from app.utils.hub import cached_file, hub_client
 
 CONFIG = "config.json"
@@ -125,24 +128,19 @@ def own_template(config: ModelConfig) -> str | None:
 def identity(path: Path, lora: LoraConfig, chat_template: str | None = None) -> dict[str, Any]:
     """Return the fields that must match between a checkpoint and its model, and the directory as `source`.
 
-    A checkpoint with adapters does not hold the weights of its base, so these are identified too, as `base`. The text
-    of a chat template that is not the model's own is `chat_template`, which an export of the checkpoint gets.
+    The directory may move, so its weights and its tokenizer are identified. Adapters are of `base`; of a full policy
+    the `weights` are those of its beginning, from which the reference of a KL penalty is loaded. The text of a chat
+    template that is not the model's own is `chat_template`, which an export of the checkpoint gets.
     """
     config = _text_config(path)
     shapes = {key: config[key] for key in SHAPES if key in config}
-    adapters = {"base": fingerprint(path), "lora": asdict(lora)} if lora.enabled else {}
+    weights = fingerprint(path)
+    trained = {"base": weights, "lora": asdict(lora)} if lora.enabled else {"weights": weights}
     template = {} if chat_template is None else {"chat_template": chat_template}
-    return {**shapes, **adapters, **template, "source": str(path.absolute())}
-
-
-def stop_ids(path: Path) -> list[int]:
-    """Return the tokens that end a completion of a model directory, by its configuration."""
-    found: list[Any] = []
-    for name in ("generation_config.json", "config.json"):
-        file = path / name
-        stops = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
-        found += stops if isinstance(stops, list) else [stops]
-    return [*dict.fromkeys(stop for stop in found if isinstance(stop, int))]
+    files = [path / name for name in TOKENIZERS if (path / name).is_file()]
+    texts = [file.read_bytes() for file in files[:1]] + [(chat_template or template_of(path) or "").encode()]
+    tokenizer = {"tokenizer": sha256(b"\0".join(texts)).hexdigest()[:16]}
+    return {**shapes, **trained, **tokenizer, **template, "source": str(path.absolute())}
 
 
 def require_window(path: Path, *, tokens: int) -> None:
@@ -181,7 +179,13 @@ def _download(hub_id: str, revision: str | None) -> Path:
 
     with hub_client() as online:
         try:
-            folder = snapshot_download(hub_id, revision=revision, allow_patterns=HUB_FILES, local_files_only=not online)
+            folder = snapshot_download(
+                hub_id,
+                revision=revision,
+                allow_patterns=HUB_FILES,
+                ignore_patterns=["consolidated*", "original/*"],  # the same weights under other names
+                local_files_only=not online,
+            )
             return Path(folder)
         except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
             pinned = f" with model.revision={revision}" if revision is not None else ""
@@ -205,7 +209,7 @@ def require_complete(folder: Path, given: str) -> None:
     expect(has_class, key, given, f"a directory whose {CONFIG} names a class in architectures; this one names none")
     has_tokenizer = any((folder / name).is_file() for name in TOKENIZERS)
     expect(has_tokenizer, key, given, f"a model directory with a tokenizer ({' or '.join(TOKENIZERS)})")
-    expect(any(folder.glob("*.safetensors")), key, given, "a model directory with safetensors; this one has none")
+    expect(bool(weight_map(folder)), key, given, "a model directory with safetensors; this one has none")
 
 
 def _names_class(file: Path) -> bool:

@@ -41,6 +41,8 @@ RESUMABLE = (
     "checkpoint",
     "cluster",
     "eval.every",
+    "model.chat_template",  # these files may move: the checkpoint identifies what is in them
+    "model.path",
     "offload",
     "placement.devices",
     "placement.trainer_devices",

@@ -10,7 +10,9 @@ Other fields stay as they are: a chat template may read them. Imports the standa
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 Message = Mapping[str, Any]
@@ -30,6 +32,9 @@ FIELDS = ("role", "content", REASONING[0], "tool_calls", "tool_call_id", "name",
 OPEN, CLOSE = "<think>", "</think>"
 SURE = 8  # characters: a shorter text may be found in a prompt by chance
 CHANGE = "changed"
+MARK = "\U0010fffd"  # of a private plane
+
+Encode = Callable[[str], list[int]]  # without special tokens around the text
 
 
 class WrongMessages(ValueError):
@@ -111,6 +116,49 @@ def _changed(message: Message, thoughts: bool) -> Iterator[tuple[str, str, Messa
     if thoughts and begin.replace(OPEN, "").strip():
         found = begin.rpartition(OPEN)[2].strip()
         yield "reasoning", found, {**message, "content": f"{begin.rstrip()}{CHANGE}\n{close}{says}"}
+
+
+@dataclass(frozen=True, slots=True)
+class ControlTokens:
+    """The special tokens of a tokenizer, where a text spells them.
+
+    `MARK` in the middle of such a token keeps it apart while a chat template is rendered. The text before the mark and
+    the text after it are then encoded on their own, so that neither has the token.
+    """
+
+    kept: re.Pattern[str]  # can stay text
+    others: re.Pattern[str]  # cannot: the tokenizer puts a space before each text that it encodes
+
+    @classmethod
+    def of(cls, special: Mapping[int, str], encode: Encode, decode: Callable[[list[int]], str]) -> "ControlTokens":
+        """Return those of a tokenizer with these special tokens, by id."""
+
+        def stays(token: str) -> bool:
+            ids = [*encode(token[:1]), *encode(token[1:])]
+            return special.keys().isdisjoint(ids) and decode(ids) == token
+
+        kept = {token for token in special.values() if stays(token)}
+        return cls(_any_of(kept), _any_of({*special.values()} - kept))
+
+    def marked(self, messages: Sequence[Message]) -> list[Message]:
+        """Return messages with marks in the text of all but replies, which may have tokens of the model's own."""
+
+        def text(message: Message) -> str:
+            return self.kept.sub(lambda found: f"{found[0][0]}{MARK}{found[0][1:]}", message["content"])
+
+        return [
+            {**each, "content": text(each)} if each["role"] != REPLY and self.kept.search(each["content"]) else each
+            for each in messages
+        ]
+
+
+def encode_marked(text: str, encode: Encode) -> list[int]:
+    """Return the tokens of a text with marks: [L]."""
+    return [token for piece in text.split(MARK) for token in encode(piece)]
+
+
+def _any_of(tokens: Collection[str]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or "(?!)")
 
 
 def without_nulls(value: Any) -> Any:

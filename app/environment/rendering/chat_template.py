@@ -16,12 +16,12 @@ SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token
 class ChatTemplate:
     """A compiled template with the variables that transformers gives to it."""
 
-    def __init__(self, folder: Path, source: str | None, enable_thinking: bool) -> None:
+    def __init__(self, folder: Path, source: str | None, variables: Mapping[str, Any]) -> None:
         """Compile a template.
 
         Args:
             source: Text of a template to use in place of the model's own.
-            enable_thinking: The template's argument, which is `data.thinking`.
+            variables: Arguments of the template, such as `enable_thinking`.
 
         Raises:
             ValueError: There is none, or it is not valid Jinja.
@@ -37,7 +37,7 @@ class ChatTemplate:
         declared = {**read_json(folder / "special_tokens_map.json"), **read_json(folder / "tokenizer_config.json")}
         tokens = {name: token_text(declared.get(name)) for name in SPECIAL_TOKENS}
         self._variables: dict[str, Any] = {name: token for name, token in tokens.items() if token is not None}
-        self._variables["enable_thinking"] = enable_thinking
+        self._variables |= variables
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None, *, prompt: bool = True

@@ -3,9 +3,11 @@
 import importlib
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+from app.utils.chat_messages import ControlTokens
 
 
 def import_package(name: str) -> Any:
@@ -53,7 +55,7 @@ class TokenizerFile:
         self.backend.no_padding()
 
         self.name_or_path = str(folder)
-        self.stop_ids = frozenset(_stop_ids(folder, self))
+        self.stop_ids = frozenset(stop_ids(folder))
         self.eos_token_id = _end_of_text(folder, self)
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
@@ -65,6 +67,13 @@ class TokenizerFile:
         """Return the text of `token_ids`."""
         text: str = self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
+
+    @property
+    def control_tokens(self) -> ControlTokens:
+        """Special tokens where a text spells them."""
+        added = self.backend.get_added_tokens_decoder()
+        special = {index: token.content for index, token in added.items() if token.special}
+        return ControlTokens.of(special, self.encode, self.decode)
 
     def convert_tokens_to_ids(self, token: str) -> int | None:
         """Return a token's id, or None if the vocabulary lacks it."""
@@ -99,9 +108,10 @@ def _end_of_text(folder: Path, tokenizer: TokenizerFile) -> int | None:
     return None if token is None else tokenizer.convert_tokens_to_ids(token)
 
 
-def _stop_ids(folder: Path, tokenizer: TokenizerFile) -> Sequence[int]:
+def stop_ids(folder: Path) -> list[int]:
+    """Return the tokens that end a completion: those of the model's configuration, the only ones that engines know."""
     found: list[Any] = []
     for name in ("generation_config.json", "config.json"):
         stops = read_json(folder / name).get("eos_token_id")
         found += stops if isinstance(stops, list) else [stops]
-    return [stop for stop in (*found, _end_of_text(folder, tokenizer)) if isinstance(stop, int)]
+    return [*dict.fromkeys(stop for stop in found if isinstance(stop, int))]
