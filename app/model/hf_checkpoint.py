@@ -38,7 +38,7 @@ class Checkpoint:
         self._files: dict[str, Any] = {}
         for file, names in weight_map(path).items():
             opened = stack.enter_context(safe_open(file, framework="pt", device="cpu"))
-            self._files |= {name: opened for name in opened.keys() if names is None or name in names}
+            self._files |= {name: opened for name in opened.keys() if names is None or name in names}  # noqa: SIM118 - no iterable
 
     @property
     def names(self) -> set[str]:

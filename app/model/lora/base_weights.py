@@ -35,8 +35,8 @@ class StoredTensor:
 def weight_map(path: Path) -> dict[Path, Container[str] | None]:
     """Return the files with the weights of a model directory, and the tensors that count in each; None: all.
 
-    An index names them, as transformers and engines read it. Other files beside it are stale shards, or the same weights
-    under other names (`consolidated.safetensors` of Mistral's repositories).
+    An index names them, as transformers and engines read it. Other files beside it are stale shards, or the same
+    weights under other names (`consolidated.safetensors` of Mistral's repositories).
 
     Raises:
         ConfigError: The index cannot be read, or a file that it names is missing.
