@@ -20,9 +20,9 @@ Invariants:
 import hashlib
 import json
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -161,7 +161,8 @@ class PromptCursor(Iterator[Prompt]):
         if not prompts or len({prompt.id for prompt in prompts}) != len(prompts):
             raise ValueError("a cursor needs at least one prompt, and unique prompt ids")
 
-        self._fingerprint = Fingerprint(prompts, seed=seed, shuffle=shuffle, weights=weights)
+        self._fingerprint_of = partial(fingerprint, prompts, seed=seed, shuffle=shuffle, weights=weights)
+        self._fingerprint = self._fingerprint_of()
         self._mixture = Mixture(prompts, seed=seed, shuffle=shuffle, weights=weights)
         self.prompts = prompts
 
@@ -201,12 +202,12 @@ class PromptCursor(Iterator[Prompt]):
         return {
             **self._mixture.state(),
             "returned": [*self._in_flight, *self._requeued],
-            "fingerprint": self._fingerprint.text,
+            "fingerprint": self._fingerprint,
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state. Raises `ConfigError` if it was saved over other prompts or in another order."""
-        self._fingerprint.require(state["fingerprint"], "data")
+        require_same(state["fingerprint"], self._fingerprint_of, "data")
         self._mixture.restore(state)
         self._requeued = deque(state["returned"])
         self._in_flight = {}
@@ -218,38 +219,35 @@ class PromptCursor(Iterator[Prompt]):
             del self._in_flight[prompt_id]
 
 
-class Fingerprint:
-    """A hash of everything that determines a stream of prompts, and their replies: of what rows say.
+def require_same(saved: str, fingerprint_of: Callable[..., str], key: str, value: str = "") -> None:
+    """Raise `ConfigError`, which names `key`, unless the rows are those of the checkpoint.
+
+    Args:
+        fingerprint_of: Of these rows. Earlier versions saved that of rendered tokens.
+    """
+    accepted = "the same rows, weights, template, rollout.max_prompt_tokens, seed and data.shuffle as the resumed run"
+    if saved != fingerprint_of(tokens=not saved.startswith(ROWS)):
+        raise ConfigError(key, value, accepted, "it does not match the checkpoint")
+
+
+def fingerprint(
+    prompts: Sequence[Prompt],
+    *,
+    seed: int,
+    shuffle: bool,
+    weights: Mapping[str, float] | None = None,
+    tokens: bool = False,
+) -> str:
+    """Hash everything that determines a stream of prompts, and their replies: of what rows say.
 
     How they are rendered is not part of it, since a chat template may write today's date.
     """
-
-    def __init__(
-        self, prompts: Sequence[Prompt], *, seed: int, shuffle: bool, weights: Mapping[str, float] | None = None
-    ) -> None:
-        mixed = f" {sorted(weights.items())}" if weights else ""
-        self._head = f"{seed} {shuffle} {len(prompts)}{mixed}"
-        self._prompts = prompts
-
-    @cached_property
-    def text(self) -> str:
-        """The hash, as checkpoints have it."""
-        return ROWS + self._digest(tokens=False)
-
-    def require(self, saved: str, key: str, value: str = "") -> None:
-        """Raise `ConfigError`, which names `key`, unless this is the saved hash; earlier versions hashed tokens."""
-        accepted = (
-            "the same rows, weights, template, rollout.max_prompt_tokens, seed and data.shuffle as the resumed run"
-        )
-        if saved != (self.text if saved.startswith(ROWS) else self._digest(tokens=True)):
-            raise ConfigError(key, value, accepted, "it does not match the checkpoint")
-
-    def _digest(self, *, tokens: bool) -> str:
-        digest = hashlib.sha256(self._head.encode())
-        for prompt in self._prompts:
-            digest.update(f"\n{prompt.id} {prompt.answer} ".encode())
-            given = [prompt.question, prompt.messages, prompt.template_kwargs]
-            digest.update(prompt.token_ids.tobytes() if tokens else json.dumps(given, sort_keys=True).encode())
-            if prompt.reply is not None:
-                digest.update(json.dumps(prompt.reply, sort_keys=True).encode())
-        return digest.hexdigest()[:16]
+    mixed = f" {sorted(weights.items())}" if weights else ""
+    digest = hashlib.sha256(f"{seed} {shuffle} {len(prompts)}{mixed}".encode())
+    for prompt in prompts:
+        given = json.dumps([prompt.question, prompt.messages, prompt.template_kwargs], sort_keys=True)
+        digest.update(f"\n{prompt.id} {prompt.answer} ".encode())
+        digest.update(prompt.token_ids.tobytes() if tokens else given.encode())
+        if prompt.reply is not None:
+            digest.update(json.dumps(prompt.reply, sort_keys=True).encode())
+    return f"{'' if tokens else ROWS}{digest.hexdigest()[:16]}"

@@ -13,6 +13,7 @@ Invariants:
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 from typing import Any
 
@@ -20,7 +21,7 @@ import numpy as np
 
 from app.config.data import DataConfig, Template
 from app.data.build import control_tokens, encode_text, prompts_of, render, require_whole
-from app.data.cursor import Epochs, Fingerprint
+from app.data.cursor import Epochs, fingerprint, require_same
 from app.data.fields import Row
 from app.data.records.messages import REPLY, Message, framed
 from app.errors import ConfigError, yaml_text
@@ -148,14 +149,15 @@ class DemonstrationStream:
             path = demonstrator.config.demonstrations
             raise ConfigError("data.demonstrations", path, "shorter prompts, or a larger rollout.max_prompt_tokens")
         shuffle = demonstrator.config.shuffle
-        self.fingerprint = Fingerprint(self.prompts, seed=seed, shuffle=shuffle)
+        self._fingerprint_of = partial(fingerprint, self.prompts, seed=seed, shuffle=shuffle)
+        self.fingerprint = self._fingerprint_of()
         self._epochs = Epochs(self.prompts, seed=seed, shuffle=shuffle)
         self._per_step = per_step
 
     def require_same(self, saved: str) -> None:
         """Raise `ConfigError` unless this is the fingerprint of the same rows in the same order."""
         path = yaml_text(self.demonstrator.config.demonstrations)
-        self.fingerprint.require(saved, "data.demonstrations", path)
+        require_same(saved, self._fingerprint_of, "data.demonstrations", path)
 
     def of_step(self, step: int) -> list[TokenSequence]:
         """Return the sequences of a step, which is counted from 1."""

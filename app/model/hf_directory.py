@@ -21,8 +21,6 @@ from app.utils.hub import cached_file, hub_client
 
 CONFIG = "config.json"
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")  # at least one is required
-# Spaces, line breaks, accents, digits and code: where tokenizers differ.
-PROBE = "  It 's 12,345 .\n\n\tNée naïve — 中文 🙂\r\ndef f(x):\n    return x[-1] != 'a'  # <b>\n"
 # Fields of config.json that identify a model.
 SHAPES = (
     "model_type",
@@ -60,7 +58,7 @@ def local_folder(config: ModelConfig) -> Path | None:
 
 
 def load_tokenizer(path: Path, *, trust_remote_code: bool = False, chat_template: str | None = None) -> Any:
-    """Load the tokenizer of a model directory.
+    """Load the tokenizer of a model directory: what `tokenizer.json` says, which environments read, where there is one.
 
     Args:
         trust_remote_code: Run code that ships with the model.
@@ -71,47 +69,21 @@ def load_tokenizer(path: Path, *, trust_remote_code: bool = False, chat_template
     """
     own = {} if chat_template is None else {"chat_template": chat_template}
     try:
-        if (path / TOKENIZERS[0]).is_file() and not _ships_code(path):
+        if (path / TOKENIZERS[0]).is_file():
             loaded = general_tokenizer().from_pretrained(path, **own)
+            # transformers 5 adds tokens that tokenizer_config.json names, and a class that it names replaces the
+            # pre-tokenizer (5.19: DeepSeek-R1-Distill-Llama, a LlamaTokenizerFast, loses all spaces).
+            loaded._tokenizer = TokenizerFile(path).backend
         else:
             loaded = transformers().AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, **own)
-        return _as_its_file(loaded, path)
-    except ConfigError:
-        raise
+        loaded.clean_up_tokenization_spaces = False
+        if loaded.eos_token is None and (stops := stop_ids(path)):  # as the declared class has it, of GPT-2
+            loaded.eos_token = loaded.convert_ids_to_tokens(stops[0])
     # transformers and tokenizers pass on any error that a broken file causes.
     except Exception as error:
         why = f"{type(error).__name__}: {_brief(error)}"
         raise ConfigError("model.path", path, "a directory whose tokenizer can be read", why) from error
-
-
-def _as_its_file(loaded: Any, path: Path) -> Any:
-    """Return a tokenizer that encodes and decodes as `tokenizer.json` does, which engines and environments read.
-
-    transformers 5 replaces the pre-tokenizer of the file by that of the declared class (DeepSeek-R1-Distill-Llama lost
-    all spaces as LlamaTokenizerFast), adds tokens around a text that tokenizer_config.json names, and tidies up spaces.
-
-    Raises:
-        ConfigError: It differs, and cannot be replaced by what the file says.
-    """
-    if loaded.eos_token is None and (stops := stop_ids(path)):  # that of the declared class, in small repositories
-        loaded.eos_token = loaded.convert_ids_to_tokens(stops[0])
-    loaded.clean_up_tokenization_spaces = False
-    if not (path / TOKENIZERS[0]).is_file():
-        return loaded
-
-    file = TokenizerFile(path)
-    if not _agree(loaded, file) and hasattr(loaded, "backend_tokenizer"):
-        loaded._tokenizer = file.backend
-    if not _agree(loaded, file):
-        why = f"its code encodes another way than its {TOKENIZERS[0]}, which engines and environments read"
-        raise ConfigError("model.path", path, "a model whose tokenizer is that of its file", why)
     return loaded
-
-
-def _agree(loaded: Any, file: TokenizerFile) -> bool:
-    special = [file.encode(PROBE, add_special_tokens=each) for each in (False, True)]
-    same = [loaded(PROBE, add_special_tokens=each)["input_ids"] for each in (False, True)] == special
-    return same and loaded.decode(special[0]) == file.decode(special[0])
 
 
 def own_template(config: ModelConfig) -> str | None:
@@ -160,12 +132,6 @@ def _text_config(path: Path) -> dict[str, Any]:
     """Read `config.json`; the fields of a nested text model take precedence."""
     config = json.loads((path / CONFIG).read_text())
     return config | config.get("text_config", {})
-
-
-def _ships_code(path: Path) -> bool:
-    """Whether the directory ships a tokenizer as code of its own."""
-    file = path / "tokenizer_config.json"
-    return file.is_file() and "auto_map" in json.loads(file.read_text(encoding="utf-8"))
 
 
 def is_path(path: str) -> bool:

@@ -306,7 +306,7 @@ def data_state(context: RunContext) -> dict[str, Any]:
     """Return where a run is in its data, for `RunState.extra`."""
     data: dict[str, Any] = {CURSOR: context.cursor.state()}
     if context.demonstrations is not None:
-        data[DEMONSTRATIONS] = context.demonstrations.fingerprint.text
+        data[DEMONSTRATIONS] = context.demonstrations.fingerprint
     return data
 
 

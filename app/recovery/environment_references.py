@@ -1,7 +1,7 @@
 """Settings that refer to environment variables, in the saved configuration of a run.
 
-Numbers and flags are saved resolved. A text may be a secret: its reference is saved, and a salted digest of what it
-referred to, which a resume compares. So what a resumed run trains with cannot change with the environment.
+Numbers and flags are saved resolved. A text may be a secret: its reference is saved, and a salted digest of its value,
+which a resume compares.
 """
 
 import json
@@ -22,22 +22,13 @@ REFERENCE = "${oc.env:"
 DIGESTS = Path(CONFIG) / "environment.json"  # by setting: salt and digest
 
 
-def kept_references(raw: Any, resolved: Any) -> Any:
-    """Return resolved settings, but texts that refer to environment variables as they were given."""
-    if isinstance(raw, dict):
-        return {key: kept_references(value, resolved[key]) for key, value in raw.items()}
-    if isinstance(raw, list):
-        return [kept_references(*pair) for pair in zip(raw, resolved, strict=True)]
-    return raw if isinstance(raw, str) and REFERENCE in raw and isinstance(resolved, str) else resolved
-
-
-def save_digests(folder: Path, kept: Any, resolved: Any) -> None:
-    """Write the digests of settings that are saved as references."""
-    values = flatten(resolved)
-    digests = {
-        key: _digest(values[key], secrets.token_hex(16)) for key, value in flatten(kept).items() if _refers(value)
-    }
-    replace_file(folder / DIGESTS, json.dumps(digests, indent=1))
+def save_references(folder: Path, raw: Any, resolved: Any) -> Any:
+    """Return resolved settings, but texts that refer to the environment as they were given; save their digests."""
+    given, values = flatten(raw), flatten(resolved)
+    referring = [key for key, value in given.items() if REFERENCE in json.dumps(value, default=str)]
+    kept = {key: _digest(values[key], secrets.token_hex(16)) for key in referring if _is_text(values[key])}
+    replace_file(folder / DIGESTS, json.dumps(kept, indent=1))
+    return _kept(raw, resolved)
 
 
 def require_same_environment(saved: DictConfig, folder: Path, changeable: Collection[str]) -> None:
@@ -47,22 +38,26 @@ def require_same_environment(saved: DictConfig, folder: Path, changeable: Collec
     """
     file = folder / DIGESTS
     digests: dict[str, str] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    raw = flatten(OmegaConf.to_container(saved, resolve=False, enum_to_str=True))
-    for key, digest in digests.items():
-        if any(key == name or key.startswith(f"{name}.") for name in changeable) or key not in raw:
-            continue
+    for key in (key for key in digests if not any(f"{key}.".startswith(f"{name}.") for name in changeable)):
         try:
-            now = flatten(OmegaConf.to_container(saved, resolve=True, enum_to_str=True))[key]
-            same = _digest(now, digest.partition(":")[0]) == digest
+            now = flatten(OmegaConf.to_container(saved, resolve=True, enum_to_str=True)).get(key)
         except OmegaConfBaseException:  # a variable that is not set
-            same = False
-        if not same:
+            now = None
+        if _digest(now, digests[key].partition(":")[0]) != digests[key]:
             accepted = f"the value that the environment had when the run in {folder} was saved"
-            raise ConfigError(key, raw[key], accepted, "its variable has another one now, or none")
+            raise ConfigError(key, flatten(saved).get(key), accepted, "its variable has another one now, or none")
 
 
-def _refers(value: Any) -> bool:
-    return REFERENCE in (value if isinstance(value, str) else json.dumps(value, default=str))
+def _kept(raw: Any, resolved: Any) -> Any:
+    if isinstance(raw, dict):
+        return {key: _kept(value, resolved[key]) for key, value in raw.items()}
+    if isinstance(raw, list):
+        return [_kept(*pair) for pair in zip(raw, resolved, strict=True)]
+    return raw if isinstance(raw, str) and REFERENCE in raw and _is_text(resolved) else resolved
+
+
+def _is_text(value: Any) -> bool:
+    return not isinstance(value, int | float)
 
 
 def _digest(value: Any, salt: str) -> str:

@@ -94,7 +94,7 @@ def test_a_resume_refuses_replies_that_changed(mode: str, changed: bool, tiny_mo
     before = inputs("add")
     saved: dict[str, Any] = {CURSOR: before.prompts.train.state()}
     if mode == "train":
-        saved[DEMONSTRATIONS] = before.demonstrations.fingerprint.text
+        saved[DEMONSTRATIONS] = before.demonstrations.fingerprint
     write_state(checkpoint, RunState(4, 4, saved, identity(tiny_model, LoraConfig())), {})
 
     now = inputs("sum" if changed else "add")
