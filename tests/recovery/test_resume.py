@@ -5,12 +5,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from app.checkpoint.run_state import RunState, write_state
 from app.config.model import LoraConfig
 from app.errors import ConfigError, DamagedCheckpoint
 from app.model.hf_directory import identity
+from app.recovery.environment_references import save_references
 from app.recovery.resume import EVALUABLE, RESUMABLE, SAVED, apply_evaluation, apply_preview, apply_resume
 from tests.folders import a_run, content, run_app
 from tests.folders import composed_by_hydra as composed
@@ -373,19 +374,30 @@ def test_a_model_that_moved_is_given_anew(tmp_path: Path) -> None:
     assert made.model.path == "/models/new"
 
 
+def a_saved_run(folder: Path, *overrides: str) -> Path:
+    """A run whose configuration was saved as a run saves it."""
+    run = a_run(folder, *overrides, step=4)
+    job = composed(*overrides)
+    with open_dict(job):
+        del job["hydra"]
+    raw, resolved = (OmegaConf.to_container(job, resolve=each, enum_to_str=True) for each in (False, True))
+    (run / SAVED).write_text(OmegaConf.to_yaml(save_references(run, raw, resolved)))
+    return run
+
+
 def test_a_number_that_refers_to_the_environment_is_saved_as_a_number(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MY_LR", "1e-3")
     monkeypatch.setenv("MY_FLAG", "false")
     references = ["trainer.lr=${oc.env:MY_LR}", "data.shuffle=${oc.env:MY_FLAG}", "checkpoint.every=1"]
-    run = a_run(tmp_path / "run", *references, step=4)
+    run = a_saved_run(tmp_path / "run", *references)
     monkeypatch.setenv("MY_LR", "1e-5")
     monkeypatch.setenv("MY_FLAG", "true")
     made = composed(f"resume={run}")
     apply_resume(made)
     assert (made.trainer.lr, made.data.shuffle) == (1e-3, False)
-    with refused("trainer.lr", "${oc.env:MY_LR}", "0.001"):
+    with refused("trainer.lr", None, "0.001"):
         apply_resume(composed(f"resume={run}", references[0]))
 
 
@@ -396,7 +408,7 @@ def test_a_text_of_the_environment_that_changed_is_refused(
     monkeypatch.setenv("MY_SPLIT", "mine")
     monkeypatch.setenv("MY_PROJECT", "secret")
     given = ["data.subset=${oc.env:MY_SPLIT}", "tracking.project=${oc.env:MY_PROJECT}"]
-    run = a_run(tmp_path / "run", *given, step=4)
+    run = a_saved_run(tmp_path / "run", *given)
     texts = "".join(file.read_text() for file in (run / "config").iterdir())
     assert ("secret" in texts, "mine\n" in texts, "${oc.env:MY_SPLIT}" in texts) == (False, False, True)
     monkeypatch.setenv("MY_PROJECT", "another")  # which a resume may change
