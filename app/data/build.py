@@ -60,20 +60,14 @@ def encode(members: Sequence[Row], config: DataConfig, tokenizer: Any) -> list[n
 
 def encode_text(text: str, tokenizer: Any) -> list[int]:
     """Encode a rendered text, which may have marks."""
-
-    def encode(piece: str) -> list[int]:
-        ids: list[int] = tokenizer(piece, add_special_tokens=False)["input_ids"]
-        return ids
-
-    return encode_marked(text, encode)
+    return encode_marked(text, lambda piece: tokenizer(piece, add_special_tokens=False)["input_ids"])
 
 
 @lru_cache(maxsize=4)
 def control_tokens(tokenizer: Any) -> ControlTokens:
     """Return the special tokens of a Hugging Face tokenizer."""
-    added = getattr(tokenizer, "added_tokens_decoder", {}).items()
-    special = {index: token.content for index, token in added if token.special}
-    return ControlTokens.of(special, lambda text: encode_text(text, tokenizer), tokenizer.decode)
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return ControlTokens.of(added, lambda text: encode_text(text, tokenizer), tokenizer.decode)
 
 
 def check_template(members: Sequence[Row], config: DataConfig) -> None:
@@ -139,9 +133,8 @@ def _render(row: Row, config: DataConfig, tokenizer: Any) -> str:
 
     text = rendered(messages)
     for number, message in enumerate(messages) if row.messages else ():
-        require_whole(
-            messages, number, text, rendered, config, f"message {number + 1} of the role {message['role']} in {name}"
-        )
+        place = f"message {number + 1} of the role {message['role']} in {name}"
+        require_whole(messages, number, text, rendered, config, place)
     return text
 
 

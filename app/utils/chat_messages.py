@@ -21,7 +21,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 REPLY = "assistant"
 SHAREGPT = {  # `from` → role
     **{role: role for role in ROLES},
-    **dict.fromkeys(("human",), "user"),
+    "human": "user",
     **dict.fromkeys(("gpt", "chatgpt", "bot", "model", "function_call"), REPLY),
     **dict.fromkeys(("observation", "function_response", "function"), "tool"),
 }
@@ -130,8 +130,9 @@ class ControlTokens:
     others: re.Pattern[str]  # cannot: the tokenizer puts a space before each text that it encodes
 
     @classmethod
-    def of(cls, special: Mapping[int, str], encode: Encode, decode: Callable[[list[int]], str]) -> "ControlTokens":
-        """Return those of a tokenizer with these special tokens, by id."""
+    def of(cls, added: Mapping[int, Any], encode: Encode, decode: Callable[[list[int]], str]) -> "ControlTokens":
+        """Return those of a tokenizer with these tokens of its own, by id."""
+        special = {index: str(token.content) for index, token in added.items() if token.special}
 
         def stays(token: str) -> bool:
             ids = [*encode(token[:1]), *encode(token[1:])]
@@ -140,16 +141,16 @@ class ControlTokens:
         kept = {token for token in special.values() if stays(token)}
         return cls(_any_of(kept), _any_of({*special.values()} - kept))
 
-    def marked(self, messages: Sequence[Message]) -> list[Message]:
+    def marked(self, messages: Sequence[Message]) -> tuple[Message, ...]:
         """Return messages with marks in the text of all but replies, which may have tokens of the model's own."""
 
         def text(message: Message) -> str:
             return self.kept.sub(lambda found: f"{found[0][0]}{MARK}{found[0][1:]}", message["content"])
 
-        return [
+        return tuple(
             {**each, "content": text(each)} if each["role"] != REPLY and self.kept.search(each["content"]) else each
             for each in messages
-        ]
+        )
 
 
 def encode_marked(text: str, encode: Encode) -> list[int]:
@@ -187,20 +188,22 @@ def _normalized(message: Any, number: int, required: Mapping[str, Sequence[str]]
     if fields["role"] not in ROLES:
         raise WrongMessages(f"messages of the roles {', '.join(ROLES)}; message {number} is of {fields['role']}")
 
-    flags = [_flag(fields.pop(name), name, number) for name in FLAGS if name in fields]
+    flags = {name: fields.pop(name) for name in FLAGS if name in fields}
     reasoning = [fields.pop(name) for name in REASONING if name in fields]
     fields["content"] = _text(fields, number)
     if any(reasoning):
         fields[REASONING[0]] = next(str(each) for each in reasoning if each)
     if calls := fields.pop("tool_calls", None):
         fields["tool_calls"] = _calls(calls, number, required)
-    if fields["role"] == REPLY and not all(flags):
+    if fields["role"] == REPLY and not all(_flag(value, name, number) for name, value in flags.items()):
         fields["train"] = False
     return fields
 
 
 def _has_role(message: object) -> bool:
-    return isinstance(message, Mapping) and any(isinstance(message.get(name), str) for name in ("role", "from"))
+    if not isinstance(message, Mapping):
+        return False
+    return isinstance(message.get("role"), str) or (isinstance(message.get("from"), str) and "value" in message)
 
 
 def _of_sharegpt(fields: Mapping[str, Any], number: int) -> dict[str, Any]:

@@ -416,6 +416,8 @@ def test_a_text_of_the_environment_that_changed_is_refused(
     apply_resume(made)
     assert (made.data.subset, made.tracking.project) == ("mine", "another")
 
-    monkeypatch.delenv("MY_SPLIT") if now is None else monkeypatch.setenv("MY_SPLIT", now)
+    monkeypatch.delenv("MY_SPLIT")
+    if now is not None:
+        monkeypatch.setenv("MY_SPLIT", now)
     with refused("data.subset", "${oc.env:MY_SPLIT}", str(run)):
         apply_resume(composed(f"resume={run}"))

@@ -75,7 +75,7 @@ def test_a_flag_of_the_loss_of_a_reply_has_one_name(flag: str, value: Any, train
     read = only({"role": "assistant", "content": "2", flag: value})
     assert read.get("train", True) is trained
     assert flag == "train" or flag not in read
-    assert "train" not in only({**ASK, flag: value})
+    assert only({**ASK, flag: value}) == only({**ASK, flag: 0.5}) == ASK
 
 
 def test_nulls_of_arrow_are_left_out_but_for_arguments_that_the_tool_requires() -> None:
@@ -110,7 +110,9 @@ def test_what_is_no_message_is_refused_with_its_number(message: Any, why: str) -
     assert why in str(refused.value)
 
 
-@pytest.mark.parametrize("value", ["Rome?", '["a", "b"]', "[1", 3, None, [], [{"text": "a"}], {"role": "user"}])
+@pytest.mark.parametrize(
+    "value", ["Rome?", '["a", "b"]', "[1", '[{"from": "Rome"}]', 3, None, [], [{"text": "a"}], {"role": "user"}]
+)
 def test_what_is_meant_as_text_is_no_list_of_messages(value: Any) -> None:
     assert messages_in(value) is None
 

@@ -71,9 +71,7 @@ class TokenizerFile:
     @property
     def control_tokens(self) -> ControlTokens:
         """Special tokens where a text spells them."""
-        added = self.backend.get_added_tokens_decoder()
-        special = {index: token.content for index, token in added.items() if token.special}
-        return ControlTokens.of(special, self.encode, self.decode)
+        return ControlTokens.of(self.backend.get_added_tokens_decoder(), self.encode, self.decode)
 
     def convert_tokens_to_ids(self, token: str) -> int | None:
         """Return a token's id, or None if the vocabulary lacks it."""

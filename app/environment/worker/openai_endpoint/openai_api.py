@@ -228,18 +228,10 @@ def _is_function(tool: object) -> bool:
 
 def read_messages(messages: Sequence[Any]) -> list[Message]:
     """Return messages as the policy takes them, without the fields that it does not read."""
-    texts = [
-        {**each, "content": each.get("content") or ""}
-        if isinstance(each, dict) and each.get("role") == "user"
-        else each
-        for each in messages
-    ]
     try:
-        read = normalized(texts)
+        read = normalized(messages)
     except WrongMessages as error:
         raise Refusal(f"Give {error}.") from None
     roles = ("system" if each["role"] == "developer" else each["role"] for each in read)
-    return [
-        {"role": role, **{name: each[name] for name in KEPT if name in each}}
-        for role, each in zip(roles, read, strict=True)
-    ]
+    kept = ({name: each[name] for name in KEPT if name in each} for each in read)
+    return [{"role": role, **fields} for role, fields in zip(roles, kept, strict=True)]
