@@ -82,16 +82,15 @@ class Demonstrator:
         def rendered(messages: Sequence[Message], *, reply: bool = False) -> str:
             return render(messages, prompt.template_kwargs, self.config, self.tokenizer, reply=reply, name=prompt.id)
 
-        messages = control_tokens(self.tokenizer).marked(messages)
+        trained = [index for index, each in enumerate(messages) if index and each.get("train", each["role"] == REPLY)]
+        last = trained[-1]
+        messages = control_tokens(self.tokenizer).marked(messages[: last + 1])
         whole = rendered(messages)
         stops = self._stops
         pieces: list[Piece] = []
         done = 0
-        last = len(messages) - 1
-        for index, message in enumerate(messages):
-            imitates = message.get("train", True) and (index == last or not self.config.last_reply_only)
-            if message["role"] != REPLY or index == 0 or not imitates:
-                continue
+        for index in trained[-1:] if self.config.last_reply_only else trained:
+            message = messages[index]
             # What a policy would have sampled: the reply as it is written when no message follows.
             opened, alone = rendered(messages[:index], reply=True), rendered(messages[: index + 1])
             start, end = _borders(opened, whole, stops)

@@ -265,9 +265,17 @@ def test_an_earlier_reply_that_loses_its_reasoning_is_read_and_not_imitated(
     assert imitated_of(messages, "qwen3.jinja", tmp_path, jsonl, thinking=True) == [f"{THOUGHT}2<|im_end|>"]
 
 
+def test_what_follows_the_last_reply_that_is_trained_on_does_not_change_it(
+    tmp_path: Path, jsonl: Callable[..., str]
+) -> None:
+    said = {"role": "assistant", "content": f"{THOUGHT}2"}
+    messages = [ASK, said, ASK, {**said, "train": False}]
+    assert imitated_of(messages, "qwen3.jinja", tmp_path, jsonl, thinking=True) == [f"{THOUGHT}2<|im_end|>"]
+
+
 def test_a_call_that_the_template_leaves_out_is_refused(tmp_path: Path, jsonl: Callable[..., str]) -> None:
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
-    messages = [ASK, {"role": "assistant", "content": "I ask.", "tool_calls": [call]}]
+    messages: list[dict[str, Any]] = [ASK, {"role": "assistant", "content": "I ask.", "tool_calls": [call]}]
     with refused("data.question", "messages", "tool call", "mine/0"):
         imitated_of(messages, "smollm2.jinja", tmp_path, jsonl)
     (reply,) = imitated_of(messages, "qwen2_5.jinja", tmp_path, jsonl)

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
@@ -123,7 +124,7 @@ def test_a_tokenizer_is_that_of_its_file_whatever_class_is_declared(
 @pytest.mark.parametrize(
     "settings", [{"clean_up_tokenization_spaces": True}, {"add_bos_token": True}, {"add_eos_token": True}]
 )
-def test_settings_of_a_class_do_not_change_what_the_file_says(settings: dict[str, bool], tmp_path: Path) -> None:
+def test_settings_of_a_class_do_not_change_what_the_file_says(settings: dict[str, Any], tmp_path: Path) -> None:
     path = write_tokenizer(tmp_path, tokenizer_class="LlamaTokenizerFast", **settings)
     loaded = load_tokenizer(path)
     ids = loaded(TEXT)["input_ids"]

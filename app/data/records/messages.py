@@ -30,7 +30,7 @@ def checked(messages: Sequence[Message], *, replied: bool = False) -> None:
     if replied and (len(messages) < 2 or messages[-2]["role"] not in LAST):
         before = f"one of the role {messages[-2]['role']}" if len(messages) > 1 else "nothing"
         raise WrongMessages(f"messages whose last reply follows a user's or a tool's message; it follows {before}")
-    if replied and not any(message.get("train", message["role"] == REPLY) for message in messages):
+    if replied and not any(message.get("train", message["role"] == REPLY) for message in messages[1:]):
         raise WrongMessages("messages of which a reply is trained on; none is")
 
 

@@ -47,7 +47,7 @@ def weight_map(path: Path) -> dict[Path, Container[str] | None]:
         return dict.fromkeys([single] if single.is_file() else sorted(path.glob("*.safetensors")))
     try:
         files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        found = {
+        found: dict[Path, Container[str] | None] = {
             path / file: {name for name, each in files.items() if each == file} for file in sorted({*files.values()})
         }
     except (ValueError, KeyError, AttributeError, TypeError) as error:
