@@ -12,7 +12,7 @@ from typing import Any
 
 from app.config.model import LoraConfig, ModelConfig
 from app.environment.rendering.chat_template import template_of
-from app.environment.rendering.tokenizer_file import TokenizerFile
+from app.environment.rendering.tokenizer_file import TokenizerFile, read_json
 from app.environment.rendering.tokenizer_file import stop_ids as stop_ids  # for those who load a model
 from app.errors import ConfigError, expect, one_line
 from app.model.hf_import import general_tokenizer, transformers
@@ -21,6 +21,8 @@ from app.utils.hub import cached_file, hub_client
 
 CONFIG = "config.json"
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")  # at least one is required
+# Spaces, line breaks, accents, digits and code: where tokenizers differ.
+PROBE = "  It 's 12,345 .\n\n\tNée — 中文 🙂\ndef f(x):\n    return x[-1] != 'a'\n"
 # Fields of config.json that identify a model.
 SHAPES = (
     "model_type",
@@ -69,13 +71,18 @@ def load_tokenizer(path: Path, *, trust_remote_code: bool = False, chat_template
     """
     own = {} if chat_template is None else {"chat_template": chat_template}
     try:
-        if (path / TOKENIZERS[0]).is_file():
-            loaded = general_tokenizer().from_pretrained(path, **own)
-            # transformers 5 adds tokens that tokenizer_config.json names, and a class that it names replaces the
-            # pre-tokenizer (5.19: DeepSeek-R1-Distill-Llama, a LlamaTokenizerFast, loses all spaces).
-            loaded._tokenizer = TokenizerFile(path).backend
-        else:
+        file = TokenizerFile(path) if (path / TOKENIZERS[0]).is_file() else None
+        ships_code = trust_remote_code and "auto_map" in read_json(path / "tokenizer_config.json")
+        if file is None or ships_code:
             loaded = transformers().AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, **own)
+        else:
+            loaded = general_tokenizer().from_pretrained(path, **own)
+        # transformers 5 adds tokens that tokenizer_config.json names, and a class that it names replaces the
+        # pre-tokenizer (5.19: DeepSeek-R1-Distill-Llama, a LlamaTokenizerFast, loses all spaces).
+        if file is not None and hasattr(loaded, "backend_tokenizer"):
+            loaded._tokenizer = file.backend
+        elif file is not None and loaded.encode(PROBE, add_special_tokens=False) != file.encode(PROBE):
+            raise ValueError(f"its code encodes another way than {TOKENIZERS[0]}, which environments read")
         loaded.clean_up_tokenization_spaces = False
         if loaded.eos_token is None and (stops := stop_ids(path)):  # as the declared class has it, of GPT-2
             loaded.eos_token = loaded.convert_ids_to_tokens(stops[0])

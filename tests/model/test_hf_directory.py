@@ -1,6 +1,7 @@
 """Locating models, and the one-sentence error for each defect of a directory."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,25 @@ def test_settings_of_a_class_do_not_change_what_the_file_says(settings: dict[str
     assert loaded.decode(ids) == TEXT
 
 
+OWN = """
+from transformers import PreTrainedTokenizer
+class Own(PreTrainedTokenizer):
+    vocab_size = 1
+    def get_vocab(self): return {"a": 0}
+    def _tokenize(self, text, **_): return text.split()
+    def _convert_token_to_id(self, token): return 0
+    def _convert_id_to_token(self, index): return "a"
+"""
+
+
+def test_code_that_encodes_another_way_than_the_file_is_refused(tmp_path: Path) -> None:
+    path = write_tokenizer(tmp_path, tokenizer_class="Own", auto_map={"AutoTokenizer": ["own.Own", None]})
+    (path / "own.py").write_text(OWN)
+    with refused("model.path", path, "tokenizer.json"):
+        load_tokenizer(path, trust_remote_code=True)
+    assert load_tokenizer(path)("a")["input_ids"] == TokenizerFile(path).encode("a")
+
+
 def test_a_tokenizer_without_an_end_token_takes_that_of_the_model(tmp_path: Path) -> None:
     loaded = load_tokenizer(write_tokenizer(tmp_path, tokenizer_class="GPT2Tokenizer", eos_token=None))
     assert loaded.eos_token == "<|im_end|>"
@@ -160,3 +180,20 @@ def test_a_sliding_window_shorter_than_the_sequences_is_rejected(
             require_window(path, tokens=100)
     else:
         require_window(path, tokens=100)
+
+
+@pytest.mark.parametrize("lora", [LoraConfig(), LoraConfig(rank=4)])
+def test_a_model_that_moved_is_the_same_and_one_with_other_files_is_not(lora: LoraConfig, tmp_path: Path) -> None:
+    path = save_qwen3(tmp_path / "qwen3")
+    moved = shutil.copytree(path, tmp_path / "moved")
+
+    def differing() -> set[str]:
+        ours, theirs = identity(path, lora), identity(moved, lora)
+        return {key for key in ours if ours[key] != theirs[key]}
+
+    assert differing() == {"source"}
+    (moved / "chat_template.jinja").write_text("{{ messages }}")
+    assert differing() == {"source", "tokenizer"}
+    other = save_qwen3(tmp_path / "other", seed=1)
+    shutil.copy(other / "model.safetensors", moved)
+    assert differing() == {"source", "tokenizer", "base" if lora.enabled else "weights"}
