@@ -69,6 +69,7 @@ class Prompt:
     row: Mapping[str, Any] = field(default_factory=dict)  # every column of the row, as JSON values
     messages: tuple[Mapping[str, Any], ...] = ()  # of a prompt that is a conversation, as the chat template gets them
     reply: Mapping[str, Any] | None = None  # the message to imitate, of a demonstration
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # the row's: `tools`, and variables of its own
 
 
 @dataclass(frozen=True, slots=True)

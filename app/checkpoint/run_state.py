@@ -103,7 +103,8 @@ def require_model(state: RunState, model: Mapping[str, Any], path: Path) -> None
             "model.lora must be what it was when the checkpoint was written"
         )
 
-    for key in sorted((model.keys() | state.model.keys()) - {"lora"}):
+    unknown = {"weights", "tokenizer"} - state.model.keys()  # of a checkpoint of an earlier version
+    for key in sorted((model.keys() | state.model.keys()) - {"lora", *unknown}):
         ours = model.get(key)
         theirs = state.model.get(key)
         if key == "base" and ours != theirs:

@@ -10,6 +10,8 @@ from app.config.setting import setting
 from app.errors import expect
 
 FILES = "a file, a pattern such as 'rows/*.jsonl', a list of both, or the id of a Hugging Face data set"
+TEMPLATE_KWARGS = "chat_template_kwargs"  # a setting, and a column of rows, as in TRL
+RESERVED = frozenset(("messages", "conversation", "tools", "tokenize", "add_generation_prompt", "chat_template"))
 SET_NAME = re.compile(r"[\w.-]+")  # a part of prompt ids and of metric names
 FACTORS = range(10, 100)  # of generated products
 DIGITS = range(2, 10)  # second factors of generated chains
@@ -168,6 +170,12 @@ class DataConfig:
     suffix: str = setting("", "Text after the question.")
     system: str | None = setting(None, "System message of the chat template; null sends none.")
     thinking: bool = setting(False, "Enable the chat template's thinking mode.")
+    chat_template_kwargs: dict[str, Any] = setting(
+        {},
+        "Further variables of the chat template; those in a row's column chat_template_kwargs come before them.",
+        noun="entries as in +data.chat_template_kwargs.reasoning_effort=low",
+    )
+    last_reply_only: bool = setting(False, "Imitate only the last reply of a demonstration, not those before it.")
     shuffle: bool = setting(True, "Shuffle the training rows in every epoch, seeded by `seed`.")
     eval_path: Any = setting(
         None,
@@ -230,6 +238,11 @@ class DataConfig:
         accepted = "null with data.template=plain, which has no messages"
         for name, value in (("system", self.system), ("tools", self.tools)):
             expect(value is None or self.template is Template.chat, f"data.{name}", value, accepted)
+        own = self.chat_template_kwargs
+        expect(not own or self.template is Template.chat, f"data.{TEMPLATE_KWARGS}", own, "{} with data.template=plain")
+        given = RESERVED | {"enable_thinking"}
+        accepted = f"variables without {', '.join(sorted(given))}; data.thinking sets the last"
+        expect(given.isdisjoint(own), f"data.{TEMPLATE_KWARGS}", own, accepted)
 
     def _validate_sources(self) -> None:
         _expect_path("data.path", self.path)

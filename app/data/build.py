@@ -2,12 +2,14 @@
 
 Invariants:
 - No prompt is longer than `max_prompt_tokens`. Longer prompts are dropped and counted.
-- A chat prompt has only the special tokens of its template, and the text of every message but an assistant's.
+- A chat prompt has only the special tokens of its template, and the text and the calls of every message. A special
+  token that a message spells is text, see `ControlTokens`; the first row where it cannot be is named.
 - A plain prompt has the special tokens that the tokenizer adds by default (such as beginning-of-sequence).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -16,11 +18,12 @@ from app.config.data import DataConfig, Template
 from app.data import rows
 from app.data.counts import RowCounts, count, weights_of
 from app.data.cursor import PromptCursor
-from app.data.fields import Row, tools_of
+from app.data.fields import Row
 from app.data.records.messages import Message, WrongMessages, framed
 from app.data.rows import DataRows
-from app.errors import ConfigError, expect
+from app.errors import ConfigError, expect, one_line
 from app.types import Prompt
+from app.utils.chat_messages import FIELDS, MARK, ControlTokens, encode_marked, for_template, lost
 
 
 def encode(members: Sequence[Row], config: DataConfig, tokenizer: Any) -> list[np.ndarray]:
@@ -49,7 +52,22 @@ def encode(members: Sequence[Row], config: DataConfig, tokenizer: Any) -> list[n
         texts = [config.prefix + row.question + config.suffix for row in members]
 
     encoded = tokenizer(texts, add_special_tokens=not chat)["input_ids"]
+    for index, text in enumerate(texts if chat else ()):
+        if MARK in text:
+            encoded[index] = encode_text(text, tokenizer)
     return [np.asarray(ids, dtype=np.int32) for ids in encoded]
+
+
+def encode_text(text: str, tokenizer: Any) -> list[int]:
+    """Encode a rendered text, which may have marks."""
+    return encode_marked(text, lambda piece: tokenizer(piece, add_special_tokens=False)["input_ids"])
+
+
+@lru_cache(maxsize=4)
+def control_tokens(tokenizer: Any) -> ControlTokens:
+    """Return the special tokens of a Hugging Face tokenizer."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return ControlTokens.of(added, lambda text: encode_text(text, tokenizer), tokenizer.decode)
 
 
 def check_template(members: Sequence[Row], config: DataConfig) -> None:
@@ -75,33 +93,31 @@ def conversation(row: Row, config: DataConfig) -> tuple[Message, ...]:
 
 def render(
     messages: Sequence[Message],
-    columns: Mapping[str, Any],
+    template_kwargs: Mapping[str, Any],
     config: DataConfig,
     tokenizer: Any,
     *,
     reply: bool,
     name: str,
 ) -> str:
-    """Render messages by the chat template, with the tools of their row.
+    """Render messages by the chat template.
 
     Args:
         messages: The conversation, or its beginning.
-        columns: Those of the row; `data.tools` names one.
+        template_kwargs: Those of the row.
         tokenizer: Any Hugging Face tokenizer with a chat template.
         reply: Open the policy's reply, where it begins to sample.
 
     Raises:
-        ConfigError: If the template rejects the messages, or the row has no tools.
+        ConfigError: If the template rejects the messages.
     """
-    from jinja2.exceptions import TemplateError
-
-    tools = None if config.tools is None else tools_of(columns, config.tools, name)
+    variables = {"enable_thinking": config.thinking, **config.chat_template_kwargs, **template_kwargs}
     try:
         text: str = tokenizer.apply_chat_template(
-            messages, tools=tools, tokenize=False, add_generation_prompt=reply, enable_thinking=config.thinking
+            for_template(messages), tokenize=False, add_generation_prompt=reply, **variables
         )
-    except TemplateError as error:
-        why = f"the tokenizer's chat template rejects those of {name} ({error})"
+    except Exception as error:  # the template is a program of the model's
+        why = f"the tokenizer's chat template rejects those of {name} ({one_line(error)})"
         raise ConfigError("data.template", config.template, "plain, or other messages", why) from error
     return text
 
@@ -109,20 +125,37 @@ def render(
 def _render(row: Row, config: DataConfig, tokenizer: Any) -> str:
     question = ({"role": "user", "content": row.question},)
     messages = conversation(row, config) or framed(question, config.system, config.prefix, config.suffix)
+    messages = control_tokens(tokenizer).marked(messages)
     name = f"row {row.index + 1} of {row.source}"
-    text = render(messages, row.columns, config, tokenizer, reply=True, name=name)
-    if row.messages:
-        _require_all(messages, text, row, config)
+
+    def rendered(messages: Sequence[Message]) -> str:
+        return render(messages, row.template_kwargs, config, tokenizer, reply=True, name=name)
+
+    text = rendered(messages)
+    for number, message in enumerate(messages) if row.messages else ():
+        place = f"message {number + 1} of the role {message['role']} in {name}"
+        require_whole(messages, number, text, rendered, config, place)
     return text
 
 
-def _require_all(messages: Sequence[Message], text: str, row: Row, config: DataConfig) -> None:
-    """Raise `ConfigError` if the template left a message out. Of an assistant's it may leave out the reasoning."""
-    for message in messages:
-        if message["role"] != "assistant" and message["content"].strip() not in text:
-            accepted = "messages that the model's chat template renders"
-            why = f"it leaves out that of the role {message['role']} in row {row.index + 1} of {row.source}"
-            raise ConfigError("data.question", config.question, accepted, why)
+def require_whole(
+    messages: Sequence[Message],
+    number: int,
+    text: str,
+    rendered: Callable[[Sequence[Message]], str],
+    config: DataConfig,
+    place: str,
+    *,
+    thoughts: bool = False,
+) -> None:
+    """Raise `ConfigError` if the template left out a part of a message, see `lost`.
+
+    Of replies in a prompt it may leave out the reasoning; of one to imitate it may not.
+    """
+    part = lost(messages, number, text, rendered, thoughts=thoughts)
+    if part is not None:
+        accepted = "messages that the model's chat template renders, or another model.chat_template"
+        raise ConfigError("data.question", config.question, accepted, f"it leaves out the {part} of {place}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +168,11 @@ class PromptData:
     dropped: int  # prompts above the length limit, over all sets
     total: int  # prompts before that
     warnings: list[str]  # for the run to record
+
+    @property
+    def all(self) -> list[Prompt]:
+        """The prompts of all sets."""
+        return [*self.train.prompts, *(prompt for prompts in self.evals.values() for prompt in prompts)]
 
 
 def build(
@@ -167,6 +205,31 @@ def build(
     return PromptData(cursor, evals, counts, total - counts.total, total, loaded.warnings)
 
 
+def rendering_warnings(prompts: Sequence[Prompt], config: DataConfig, tokenizer: Any) -> list[str]:
+    """Return a sentence about the fields of messages that nothing reads, and one about control tokens in their text."""
+    if config.template is Template.plain:
+        return []
+    control = control_tokens(tokenizer).others
+    unread: set[str] = set()
+    spelled: dict[str, str] = {}
+    for prompt in prompts:
+        messages = prompt.messages or ({"role": "user", "content": prompt.question},)
+        unread.update(*messages, prompt.reply or ())
+        for message in messages:
+            if found := control.search(message["content"]):
+                spelled.setdefault(found[0], prompt.id)
+
+    unread -= {*FIELDS, *(name for name in unread if name in str(tokenizer.chat_template))}
+    warnings = []
+    if unread:
+        warnings.append(
+            f"neither the chat template nor a run reads these fields of messages: {', '.join(sorted(unread))}"
+        )
+    for token, name in spelled.items():
+        warnings.append(f"{name} spells {token} in its text, which this tokenizer reads as its control token")
+    return warnings
+
+
 def prompts_of(
     members: Sequence[Row], config: DataConfig, tokenizer: Any, *, set_name: str | None = None
 ) -> list[Prompt]:
@@ -189,6 +252,7 @@ def prompts_of(
                 row=row.columns,
                 messages=conversation(row, config),
                 reply=row.reply,
+                template_kwargs=row.template_kwargs,
             )
         )
     return prompts

@@ -10,21 +10,25 @@ Invariants:
   messages follow (reasoning that it leaves out).
 """
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 from typing import Any
 
 import numpy as np
 
 from app.config.data import DataConfig, Template
-from app.data.build import prompts_of, render
+from app.data.build import control_tokens, encode_text, prompts_of, render, require_whole
 from app.data.cursor import Epochs, fingerprint, require_same
 from app.data.fields import Row
 from app.data.records.messages import REPLY, Message, framed
 from app.errors import ConfigError, yaml_text
 from app.types import Prompt, TokenSequence
+from app.utils.chat_messages import CLOSE, REASONING
 
+EMPTY_BLOCK = re.compile(r"<think>\s*</think>\s*")
 Piece = tuple[list[int], bool]  # token ids, and whether they are imitated
 
 
@@ -41,6 +45,10 @@ class Demonstrator:
     tokenizer: Any
     stop_ids: Sequence[int]
     max_tokens: int
+
+    @property
+    def _stops(self) -> list[str]:
+        return [self.tokenizer.decode([token]) for token in self.stop_ids]
 
     def sequences(self, prompts: Iterable[Prompt]) -> list[TokenSequence]:
         """Return one sequence for each prompt. Raises `ConfigError` if the chat template does not end a reply."""
@@ -60,7 +68,7 @@ class Demonstrator:
         assert prompt.reply is not None
         if self.config.template is Template.plain:
             end = self.tokenizer.eos_token_id
-            reply = self._encode(prompt.reply["content"])
+            reply = encode_text(prompt.reply["content"], self.tokenizer)
             return [(prompt.token_ids.tolist(), False), ([*reply, *([] if end is None else [end])], True)]
 
         config = self.config
@@ -71,35 +79,59 @@ class Demonstrator:
     def _chat_pieces(self, messages: Sequence[Message], prompt: Prompt) -> list[Piece]:
         """Cut a rendered conversation at the borders of its replies."""
 
-        def rendered(count: int, *, reply: bool) -> str:
-            return render(messages[:count], prompt.row, self.config, self.tokenizer, reply=reply, name=prompt.id)
+        def rendered(messages: Sequence[Message], *, reply: bool = False) -> str:
+            return render(messages, prompt.template_kwargs, self.config, self.tokenizer, reply=reply, name=prompt.id)
 
-        whole = rendered(len(messages), reply=False)
-        stops = [self.tokenizer.decode([token]) for token in self.stop_ids]
+        trained = [index for index, each in enumerate(messages) if index and each.get("train", each["role"] == REPLY)]
+        last = trained[-1]
+        messages = control_tokens(self.tokenizer).marked(messages[: last + 1])
+        whole = rendered(messages)
+        stops = self._stops
         pieces: list[Piece] = []
         done = 0
-        for index, message in enumerate(messages):
-            if message["role"] != REPLY or index == 0:
+        for index in trained[-1:] if self.config.last_reply_only else trained:
+            message = messages[index]
+            # What a policy would have sampled: the reply as it is written when no message follows.
+            opened, alone = rendered(messages[:index], reply=True), rendered(messages[: index + 1])
+            start, end = _borders(opened, whole, stops)
+            begin, close = _borders(opened, alone, stops)
+            as_sampled = end and EMPTY_BLOCK.sub("", whole[:end]) == EMPTY_BLOCK.sub("", alone[:close])
+            if index < last and not as_sampled:
                 continue
-            before = rendered(index, reply=False)
-            start = common_length(rendered(index, reply=True), whole)
-            ends = [found + len(stop) for stop in stops if (found := whole.find(stop, start)) >= 0]
-            if ends and whole.startswith(before):
-                pieces += [(self._encode(whole[done:start]), False), (self._encode(whole[start : min(ends)]), True)]
-                done = min(ends)
-            elif index == len(messages) - 1:
-                why = f"it does not end the reply of {prompt.id} with {' or '.join(stops)}, which ends a completion"
-                raise ConfigError("data.template", self.config.template, "plain, or another chat template", why)
+
+            place = f"the reply in message {index + 1} of {prompt.id}"
+            require_whole(messages[: index + 1], index, alone, rendered, self.config, place, thoughts=True)
+            self._require_imitable(message, opened[begin:], () if close else stops, prompt)
+            context, sampled = (encode_text(each, self.tokenizer) for each in (whole[done:start], whole[start:end]))
+            pieces += [(context, False), (sampled, True)]
+            done = end
         return pieces
 
-    def _encode(self, text: str) -> list[int]:
-        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ids
+    def _require_imitable(self, message: Message, unread: str, stops: Sequence[str], prompt: Prompt) -> None:
+        """Raise `ConfigError` if the template does not end a reply, or begins it where a policy does not sample.
+
+        Args:
+            unread: What stands before the policy's first token, and not before the reply.
+            stops: Texts of which none is there.
+        """
+        if stops:
+            why = f"it does not end the reply of {prompt.id} with {' or '.join(stops)}, which ends a completion"
+            raise ConfigError("data.template", self.config.template, "plain, or another chat template", why)
+        if found := next((stop for stop in self._stops if stop in message["content"]), None):
+            raise ConfigError("data.question", self.config.question, f"replies without {found}, unlike {prompt.id}")
+        # The template of a later reply may lack the empty block that a prompt of no thinking has.
+        if EMPTY_BLOCK.sub("", unread):
+            thinks = CLOSE in message["content"] or REASONING[0] in message
+            accepted = "true, or replies without reasoning" if thinks else "false, or replies with reasoning"
+            why = f"the policy samples after {unread!r}, which does not stand before the reply of {prompt.id}"
+            raise ConfigError("data.thinking", self.config.thinking, accepted, why)
 
 
-def common_length(one: str, other: str) -> int:
-    """Return the number of characters with which both texts begin."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+def _borders(opened: str, text: str, stops: Sequence[str]) -> tuple[int, int]:
+    """Return where a reply begins after a prompt, or what both have in common, and where it ends: 0 if nowhere."""
+    start = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(opened, text, strict=False)))
+    ends = [found + len(stop) for stop in stops if (found := text.find(stop, start)) >= 0]
+    return start, min(ends, default=0)
 
 
 class DemonstrationStream:
@@ -116,14 +148,15 @@ class DemonstrationStream:
             path = demonstrator.config.demonstrations
             raise ConfigError("data.demonstrations", path, "shorter prompts, or a larger rollout.max_prompt_tokens")
         shuffle = demonstrator.config.shuffle
-        self.fingerprint = fingerprint(self.prompts, seed=seed, shuffle=shuffle)
+        self._fingerprint_of = partial(fingerprint, self.prompts, seed=seed, shuffle=shuffle)
+        self.fingerprint = self._fingerprint_of()
         self._epochs = Epochs(self.prompts, seed=seed, shuffle=shuffle)
         self._per_step = per_step
 
     def require_same(self, saved: str) -> None:
         """Raise `ConfigError` unless this is the fingerprint of the same rows in the same order."""
         path = yaml_text(self.demonstrator.config.demonstrations)
-        require_same(saved, self.fingerprint, "data.demonstrations", path)
+        require_same(saved, self._fingerprint_of, "data.demonstrations", path)
 
     def of_step(self, step: int) -> list[TokenSequence]:
         """Return the sequences of a step, which is counted from 1."""

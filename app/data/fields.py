@@ -10,12 +10,13 @@ import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from app.data.records.messages import REPLY, Message, WrongMessages, checked, is_list_of_messages
+from app.config.data import RESERVED, TEMPLATE_KWARGS
+from app.data.records.messages import REPLY, Message, WrongMessages, checked, messages_in, normalized
 from app.errors import ConfigError
+from app.utils.chat_messages import of_json, without_nulls
 
 WITHOUT = "data.answer=null trains without one, if no reward needs it"
 
@@ -31,6 +32,7 @@ class Row:
     columns: Mapping[str, Any]  # all of them, as JSON values
     messages: tuple[Message, ...] = ()  # if the question is a column of chat messages
     reply: Message | None = None  # to imitate
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # of the chat template: `tools`, and its own
 
     @property
     def asked(self) -> str:
@@ -49,13 +51,15 @@ class FieldMap:
     context: str | None = None  # a field that follows a question of text
     may_be_blank: bool = False  # an environment may have its own ways to ask and to judge
     replies: bool = False  # rows have a reply to imitate: the last message, or the whole answer
+    tools: str | None = None
 
-    def row(self, record: Mapping[str, Any], *, source: str, index: int, place: str) -> Row:
+    def row(self, record: Mapping[str, Any], *, source: str, index: int, place: str, padded: bool = False) -> Row:
         """Map a record to a row.
 
         Args:
             index: Index among the records, from 0.
             place: Row and file named in errors: "row 3 of rows.jsonl".
+            padded: The values are Arrow's, see `normalized`.
 
         Raises:
             ConfigError: If the record has no question or no answer.
@@ -65,7 +69,11 @@ class FieldMap:
             for name, value in record.items()
             if not isinstance(value, bytes | bytearray)
         }
-        messages = self._messages(columns, place)
+        for name in (self.tools or "").partition(".")[0], TEMPLATE_KWARGS:
+            if padded and name in columns:
+                columns[name] = without_nulls(columns[name])
+        template_kwargs = self._template_kwargs(columns, place)
+        messages = self._messages(columns, place, template_kwargs.get("tools", ()), padded)
         reply = None
         if self.replies and messages:
             *before, reply = messages
@@ -78,7 +86,7 @@ class FieldMap:
             reply = {"role": REPLY, "content": answer}
         if self.answer is not None and self.answer_after:
             answer = self._after(answer, self.answer_after, place)
-        return Row(question, answer, source, index, columns, messages, reply)
+        return Row(question, answer, source, index, columns, messages, reply, template_kwargs)
 
     def _answer(self, record: Mapping[str, Any], reply: Message | None, place: str) -> str:
         """Return the whole answer; without a field of its own, what the reply says."""
@@ -89,14 +97,34 @@ class FieldMap:
             raise ConfigError(f"{self.key}.answer", None, f"the field of the reply; {place} is no conversation")
         return "" if self.answer is None else self._text(record, "answer", self.answer, place)
 
-    def _messages(self, record: Mapping[str, Any], place: str) -> tuple[Message, ...]:
+    def _template_kwargs(self, record: Mapping[str, Any], place: str) -> dict[str, Any]:
+        """Return the tools of a row, from a list of JSON schemas or its text, and its variables of the template."""
+        found: dict[str, Any] = {}
+        if self.tools is not None:
+            value = of_json(find(record, self.tools))
+            if value is not None and not (isinstance(value, list) and all(isinstance(each, Mapping) for each in value)):
+                instead = value.instead if isinstance(value, Missing) else f"a {type(value).__name__}"
+                accepted = f"a field with a list of JSON schemas, or its text; {place} has {instead}"
+                raise ConfigError("data.tools", self.tools, accepted)
+            found = {"tools": value} if value else {}
+
+        own = of_json(record.get(TEMPLATE_KWARGS)) or {}
+        if not isinstance(own, Mapping) or RESERVED.intersection(own):
+            accepted = f"variables of the chat template without {', '.join(sorted(RESERVED))}, as {place} has"
+            raise ConfigError(f"data.{TEMPLATE_KWARGS}", own, accepted)
+        return {**own, **found}
+
+    def _messages(
+        self, record: Mapping[str, Any], place: str, tools: Sequence[Mapping[str, Any]], padded: bool
+    ) -> tuple[Message, ...]:
         """Return the messages of the question's field; none if it has text."""
         self._require_whole(record, place)
-        value = find(record, self.question)
-        if not is_list_of_messages(value):
+        value = messages_in(find(record, self.question))
+        if value is None:
             return ()
         try:
-            messages = checked(value, replied=self.replies)
+            messages = normalized(value, padded=padded, tools=tools)
+            checked(messages, replied=self.replies)
         except WrongMessages as error:
             raise self._error("question", self.question, f"{error} in {place}") from error
         for message in messages[-1 - self.replies :]:
@@ -114,8 +142,9 @@ class FieldMap:
         for count in range(1, len(steps)):
             path = ".".join(steps[:count])
             parent = find(record, path)
-            if is_list_of_messages(parent) and len(parent) > 1:
-                accepted = f"{path}, all of its messages: {place} has {len(parent)} of them"
+            messages = messages_in(parent) or ()
+            if len(messages) > 1:
+                accepted = f"{path}, all of its messages: {place} has {len(messages)} of them"
                 raise self._error("question", self.question, accepted)
 
     def _text(self, record: Mapping[str, Any], name: str, path: str, place: str) -> str:
@@ -199,23 +228,6 @@ def find(record: Mapping[str, Any], path: str) -> Any:
         else:
             return Missing(_describe(value))
     return value
-
-
-def tools_of(record: Mapping[str, Any], path: str, place: str) -> list[Any] | None:
-    """Return the tool definitions of a row, from a list of JSON schemas or its text; None where the field is null.
-
-    Raises:
-        ConfigError: If the field is missing or has something else.
-    """
-    value = find(record, path)
-    if isinstance(value, str):
-        with suppress(ValueError):
-            value = json.loads(value)
-    if value is None or (isinstance(value, list) and all(isinstance(each, Mapping) for each in value)):
-        return value or None
-
-    found = value.instead if isinstance(value, Missing) else f"a {type(value).__name__}"
-    raise ConfigError("data.tools", path, f"a field with a list of JSON schemas, or its text; {place} has {found}")
 
 
 def _describe(value: Any) -> str:

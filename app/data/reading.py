@@ -88,7 +88,7 @@ def _mapped(records: Records, fields: FieldMap, source: str, broken: BrokenRows)
             if isinstance(record.values, ConfigError):
                 raise record.values
             place = f"row {record.number} of {record.where}"
-            row = fields.row(record.values, source=source, index=index, place=place)
+            row = fields.row(record.values, source=source, index=index, place=place, padded=record.padded)
             if unused := MEDIA.intersection(record.values) | {*record.left_out}:
                 broken.leave_out(record.where, unused)
         except ConfigError as error:

@@ -116,7 +116,7 @@ def demonstrations(config: DataConfig) -> list[Row]:
     """Read the rows of `data.demonstrations`. Raises `ConfigError` as `load` does."""
     key = ("data.demonstrations", yaml_text(config.demonstrations))
     records = sources.read(config.demonstrations, subset=None, split="train", key="data.demonstrations")
-    fields = FieldMap("data", config.question, config.answer, config.answer_after, config.context, replies=True)
+    fields = _fields_of(config, "data", config, replies=True)
     return read_rows(records, fields, "demonstrations", key, config.distinct, BrokenRows(config.max_broken_rows))
 
 
@@ -239,6 +239,7 @@ def _fields_of(
         answer_after=config.answer_after if own.answer_after is None else own.answer_after,
         context=config.context,
         replies=replies,
+        tools=config.tools,
     )
 
 

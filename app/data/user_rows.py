@@ -48,7 +48,8 @@ def _records(target: str, rows: Iterable[Any]) -> Records:
             raise _error(target, f"a function that ends; it yielded more than {MAX_ROWS:,} rows")
 
         if isinstance(row, Mapping):
-            yield Record(target, number, dict(row))
+            padded = hasattr(rows, "features")  # a data set of `datasets`, which keeps Arrow tables
+            yield Record(target, number, dict(row), padded=padded)
         else:
             accepted = f"a function that returns dictionaries; row {number} is a {type(row).__name__}"
             yield Record(target, number, _error(target, accepted))

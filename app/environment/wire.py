@@ -24,6 +24,7 @@ class RendererChoice:
     thinking: str  # earlier reasoning at a new user message: as the template, or keep
     enable_thinking: bool = False  # the template's argument
     template: str | None = None  # text of a chat template in place of the model's own
+    variables: str = "{}"  # further ones of the template, as JSON text
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """The environment of a run: what its workers get from the configuration, and whether they can load it."""
 
 import asyncio
+import json
 import re
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -13,12 +14,12 @@ from app.config import RunConfig
 from app.config.data import Template
 from app.environment.pool import EnvironmentPool, EnvironmentSpec
 from app.environment.rendering import CHAT, PLAIN, renderer_for
-from app.environment.rendering.agreement import QUESTION, first_difference
+from app.environment.rendering.agreement import QUESTION, first_difference, other_end
 from app.environment.rendering.chat import ChatRenderer
 from app.environment.rendering.chat_template import ChatTemplate
 from app.environment.wire import Limits, RendererChoice
 from app.errors import ConfigError, RunError
-from app.model.hf_directory import own_template
+from app.model.hf_directory import own_template, stop_ids
 from app.utils.tasks import run_blocking
 
 LOG = "environment.log"
@@ -63,7 +64,8 @@ def worker_spec(config: RunConfig, model_path: Path, *, tried: bool = False) -> 
 def _renderer(config: RunConfig, model_path: Path) -> RendererChoice:
     name = CHAT if config.data.template is Template.chat else PLAIN
     thinking, template = config.environment.thinking.value, own_template(config.model)
-    return RendererChoice(name, str(model_path), thinking, config.data.thinking, template)
+    variables = json.dumps(config.data.chat_template_kwargs)
+    return RendererChoice(name, str(model_path), thinking, config.data.thinking, template, variables)
 
 
 def require_rendering(config: RunConfig, model_path: Path, tokenizer: Any) -> None:
@@ -73,19 +75,29 @@ def require_rendering(config: RunConfig, model_path: Path, tokenizer: Any) -> No
         tokenizer: The model's, of transformers, with the chat template of the run.
     """
     choice = _renderer(config, model_path)
+    variables = {"enable_thinking": choice.enable_thinking, **config.data.chat_template_kwargs}
     try:
         if choice.template is not None:
-            ChatTemplate(model_path, choice.template, choice.enable_thinking).render([QUESTION])
+            ChatTemplate(model_path, choice.template, variables).render([QUESTION])
     except ValueError as error:
         accepted = "a Jinja template that renders a question"
         raise ConfigError("model.chat_template", config.model.chat_template, accepted, str(error)) from error
 
-    if choice.name != CHAT or not config.environment.multi_turn:
+    if choice.name != CHAT:
+        return
+    if not config.environment.multi_turn:
+        end = other_end(tokenizer, stop_ids(model_path), variables)
+        if end is not None and end not in config.rollout.stop:
+            accepted = (
+                f"{end} as eos_token_id of its generation_config.json, rollout.stop=['{end}'], or another template"
+            )
+            why = f"its chat template ends a reply with {end}, and a completion does not end there"
+            raise ConfigError("model.path", model_path, accepted, why)
         return
     try:
         renderer = renderer_for(*astuple(choice))
         assert isinstance(renderer, ChatRenderer)
-        difference = first_difference(renderer, tokenizer, enable_thinking=choice.enable_thinking)
+        difference = first_difference(renderer, tokenizer, variables)
     except ValueError as error:
         raise ConfigError("", "", reason=str(error)) from error
     if difference:

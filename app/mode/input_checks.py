@@ -10,11 +10,12 @@ import numpy as np
 
 from app.checkpoint.run_state import read_state, require_model
 from app.config import Mode
+from app.config.data import TEMPLATE_KWARGS
 from app.config.model import ModelConfig
 from app.config.placement import PlacementKind
 from app.config.trainer import Optimizer
 from app.data import rows
-from app.data.build import check_template, conversation
+from app.data.build import check_template, conversation, rendering_warnings
 from app.data.counts import describe_rows
 from app.errors import ConfigError, expect, named
 from app.mode.disk import free_bytes, plan_disk
@@ -175,6 +176,7 @@ def prompts(run: RunInputs) -> Iterator[Finding]:
     config = run.config
     require_rendering(config, run.model_path, run.tokenizer)
     made = run.prompts
+    _require_variables_of_the_run(run)
     run.count_steps(len(made.train))
     evaluated = sum(map(len, made.evals.values()))
     yield Finding("prompts", f"{len(made.train):,} to train on, {evaluated:,} to evaluate on")
@@ -182,6 +184,7 @@ def prompts(run: RunInputs) -> Iterator[Finding]:
     warnings = [] if rows.is_local(config.data) else [*made.warnings]  # of local rows `data` warns
     if run.trains:
         warnings += made.counts.repeated(config.algorithm.prompts_per_step)
+    warnings += rendering_warnings(made.all, config.data, run.tokenizer)
     if made.dropped:
         limit = f"rollout.max_prompt_tokens={config.rollout.max_prompt_tokens}"
         warnings.append(f"dropped {made.dropped} of {made.total} prompts: longer than {limit}")
@@ -192,6 +195,14 @@ def prompts(run: RunInputs) -> Iterator[Finding]:
     (first,) = made.train.take(1)
     made.train.restore(start)
     yield Finding("first prompt", _shown(run.tokenizer.decode(first.token_ids)))
+
+
+def _require_variables_of_the_run(run: RunInputs) -> None:
+    """Raise `ConfigError` for rows with variables of the template: an environment does not know them in later turns."""
+    for prompt in run.prompts.all if run.config.environment.multi_turn else ():
+        own = prompt.template_kwargs.keys() - {"tools"}
+        accepted = f"{', '.join(sorted(own))} for all rows: with an environment those of a row are not accepted"
+        expect(not own, f"data.{TEMPLATE_KWARGS}", run.config.data.chat_template_kwargs, accepted)
 
 
 def demonstrations(run: RunInputs) -> Iterator[Finding]:

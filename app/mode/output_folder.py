@@ -15,7 +15,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -27,6 +26,7 @@ from app.cluster.process_reaper import process_reaper
 from app.config import RunConfig
 from app.config.command_line import command, override
 from app.errors import CheckpointError, ConfigError, RunError, echo
+from app.recovery.environment_references import save_references
 from app.recovery.resume import NEVER, apply_resume, checkpoint_of, has_checkpoint, holds_run, require_unused
 from app.recovery.run_lock import run_lock
 from app.tracking.run_folder import CONFIG
@@ -72,16 +72,7 @@ def save_configuration(composed: DictConfig, folder: Path) -> None:
     replace_file(config / "hydra.yaml", OmegaConf.to_yaml(HydraConfig.instance().cfg))
     replace_file(config / "overrides.yaml", OmegaConf.to_yaml(HydraConfig.get().overrides.task))
     raw, resolved = (OmegaConf.to_container(composed, resolve=resolve, enum_to_str=True) for resolve in (False, True))
-    replace_file(config / "config.yaml", OmegaConf.to_yaml(_without_environment(raw, resolved)))
-
-
-def _without_environment(raw: Any, resolved: Any) -> Any:
-    """Return resolved settings, but references to environment variables, which may be secrets, as they were given."""
-    if isinstance(raw, dict):
-        return {key: _without_environment(value, resolved[key]) for key, value in raw.items()}
-    if isinstance(raw, list):
-        return [_without_environment(*pair) for pair in zip(raw, resolved, strict=True)]
-    return raw if isinstance(raw, str) and "${oc.env:" in raw else resolved
+    replace_file(config / "config.yaml", OmegaConf.to_yaml(save_references(folder, raw, resolved)))
 
 
 def _require_unchanged(composed: DictConfig, folder: Path) -> None:

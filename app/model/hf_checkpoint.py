@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from app.errors import ConfigError
+from app.model.lora.base_weights import weight_map
 
-SAFETENSORS = "*.safetensors"
 # (prefix in the model, prefix in the checkpoint); the first match is used.
 RENAMED = (
     ("", ""),
@@ -36,9 +36,9 @@ class Checkpoint:
 
         self.path = path
         self._files: dict[str, Any] = {}
-        for file in sorted(path.glob(SAFETENSORS)):
+        for file, names in weight_map(path).items():
             opened = stack.enter_context(safe_open(file, framework="pt", device="cpu"))
-            self._files |= dict.fromkeys(opened.keys(), opened)
+            self._files |= {name: opened for name in opened.keys() if names is None or name in names}  # noqa: SIM118 - no iterable
 
     @property
     def names(self) -> set[str]:

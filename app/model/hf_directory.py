@@ -6,19 +6,23 @@ on its origin.
 
 import json
 from dataclasses import asdict
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from app.config.model import LoraConfig, ModelConfig
+from app.environment.rendering.chat_template import template_of
+from app.environment.rendering.tokenizer_file import TokenizerFile, read_json
+from app.environment.rendering.tokenizer_file import stop_ids as stop_ids  # for those who load a model
 from app.errors import ConfigError, expect, one_line
 from app.model.hf_import import general_tokenizer, transformers
-from app.model.lora.base_weights import fingerprint
+from app.model.lora.base_weights import fingerprint, weight_map
 from app.utils.hub import cached_file, hub_client
 
 CONFIG = "config.json"
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")  # at least one is required
-# Class of `general_tokenizer` in tokenizer_config.json.
-GENERAL = "TokenizersBackend"
+# Spaces, line breaks, accents, digits and code: where tokenizers differ.
+PROBE = "  It 's 12,345 .\n\n\tNée — 中文 🙂\ndef f(x):\n    return x[-1] != 'a'\n"
 # Fields of config.json that identify a model.
 SHAPES = (
     "model_type",
@@ -56,7 +60,7 @@ def local_folder(config: ModelConfig) -> Path | None:
 
 
 def load_tokenizer(path: Path, *, trust_remote_code: bool = False, chat_template: str | None = None) -> Any:
-    """Load the tokenizer of a model directory.
+    """Load the tokenizer of a model directory: what `tokenizer.json` says, which environments read, where there is one.
 
     Args:
         trust_remote_code: Run code that ships with the model.
@@ -67,13 +71,26 @@ def load_tokenizer(path: Path, *, trust_remote_code: bool = False, chat_template
     """
     own = {} if chat_template is None else {"chat_template": chat_template}
     try:
-        if _declared_tokenizer(path) == GENERAL:
-            return general_tokenizer().from_pretrained(path, **own)
-        return transformers().AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, **own)
+        file = TokenizerFile(path) if (path / TOKENIZERS[0]).is_file() else None
+        ships_code = trust_remote_code and "auto_map" in read_json(path / "tokenizer_config.json")
+        if file is None or ships_code:
+            loaded = transformers().AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, **own)
+        else:
+            loaded = general_tokenizer().from_pretrained(path, **own)
+        # transformers 5 adds tokens that tokenizer_config.json names, and a class that it names replaces the
+        # pre-tokenizer (5.19: DeepSeek-R1-Distill-Llama, a LlamaTokenizerFast, loses all spaces).
+        if file is not None and hasattr(loaded, "backend_tokenizer"):
+            loaded._tokenizer = file.backend
+        elif file is not None and loaded.encode(PROBE, add_special_tokens=False) != file.encode(PROBE):
+            raise ValueError(f"its code encodes another way than {TOKENIZERS[0]}, which environments read")
+        loaded.clean_up_tokenization_spaces = False
+        if loaded.eos_token is None and (stops := stop_ids(path)):  # as the declared class has it, of GPT-2
+            loaded.eos_token = loaded.convert_ids_to_tokens(stops[0])
     # transformers and tokenizers pass on any error that a broken file causes.
     except Exception as error:
         why = f"{type(error).__name__}: {_brief(error)}"
         raise ConfigError("model.path", path, "a directory whose tokenizer can be read", why) from error
+    return loaded
 
 
 def own_template(config: ModelConfig) -> str | None:
@@ -90,24 +107,19 @@ def own_template(config: ModelConfig) -> str | None:
 def identity(path: Path, lora: LoraConfig, chat_template: str | None = None) -> dict[str, Any]:
     """Return the fields that must match between a checkpoint and its model, and the directory as `source`.
 
-    A checkpoint with adapters does not hold the weights of its base, so these are identified too, as `base`. The text
-    of a chat template that is not the model's own is `chat_template`, which an export of the checkpoint gets.
+    The directory may move, so its weights and its tokenizer are identified. Adapters are of `base`; of a full policy
+    the `weights` are those of its beginning, from which the reference of a KL penalty is loaded. The text of a chat
+    template that is not the model's own is `chat_template`, which an export of the checkpoint gets.
     """
     config = _text_config(path)
     shapes = {key: config[key] for key in SHAPES if key in config}
-    adapters = {"base": fingerprint(path), "lora": asdict(lora)} if lora.enabled else {}
+    weights = fingerprint(path)
+    trained = {"base": weights, "lora": asdict(lora)} if lora.enabled else {"weights": weights}
     template = {} if chat_template is None else {"chat_template": chat_template}
-    return {**shapes, **adapters, **template, "source": str(path.absolute())}
-
-
-def stop_ids(path: Path) -> list[int]:
-    """Return the tokens that end a completion of a model directory, by its configuration."""
-    found: list[Any] = []
-    for name in ("generation_config.json", "config.json"):
-        file = path / name
-        stops = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
-        found += stops if isinstance(stops, list) else [stops]
-    return [*dict.fromkeys(stop for stop in found if isinstance(stop, int))]
+    files = [path / name for name in TOKENIZERS if (path / name).is_file()]
+    texts = [file.read_bytes() for file in files[:1]] + [(chat_template or template_of(path) or "").encode()]
+    tokenizer = {"tokenizer": sha256(b"\0".join(texts)).hexdigest()[:16]}
+    return {**shapes, **trained, **tokenizer, **template, "source": str(path.absolute())}
 
 
 def require_window(path: Path, *, tokens: int) -> None:
@@ -129,13 +141,6 @@ def _text_config(path: Path) -> dict[str, Any]:
     return config | config.get("text_config", {})
 
 
-def _declared_tokenizer(path: Path) -> str | None:
-    """Return the declared tokenizer class; None if there is none, or the directory ships its own code."""
-    file = path / "tokenizer_config.json"
-    config = json.loads(file.read_text()) if file.is_file() else {}
-    return config.get("tokenizer_class") if "auto_map" not in config else None
-
-
 def is_path(path: str) -> bool:
     """Whether this can only be a path: a hub id is `name` or `owner/name`."""
     return path.startswith(("/", "./", "../", "~")) or path.count("/") > 1
@@ -147,7 +152,13 @@ def _download(hub_id: str, revision: str | None) -> Path:
 
     with hub_client() as online:
         try:
-            folder = snapshot_download(hub_id, revision=revision, allow_patterns=HUB_FILES, local_files_only=not online)
+            folder = snapshot_download(
+                hub_id,
+                revision=revision,
+                allow_patterns=HUB_FILES,
+                ignore_patterns=["consolidated*", "original/*"],  # the same weights under other names
+                local_files_only=not online,
+            )
             return Path(folder)
         except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
             pinned = f" with model.revision={revision}" if revision is not None else ""
@@ -171,7 +182,7 @@ def require_complete(folder: Path, given: str) -> None:
     expect(has_class, key, given, f"a directory whose {CONFIG} names a class in architectures; this one names none")
     has_tokenizer = any((folder / name).is_file() for name in TOKENIZERS)
     expect(has_tokenizer, key, given, f"a model directory with a tokenizer ({' or '.join(TOKENIZERS)})")
-    expect(any(folder.glob("*.safetensors")), key, given, "a model directory with safetensors; this one has none")
+    expect(bool(weight_map(folder)), key, given, "a model directory with safetensors; this one has none")
 
 
 def _names_class(file: Path) -> bool:

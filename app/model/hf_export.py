@@ -18,10 +18,9 @@ from torch import Tensor
 
 from app.errors import RunError
 from app.model.hf_checkpoint import Checkpoint, open_checkpoint
+from app.model.lora.base_weights import INDEX, SINGLE
 
 FILE_BYTES = 4 * 2**30  # largest safetensors file, unless a single tensor is larger
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 

@@ -27,6 +27,7 @@ from app.config.command_line import command, override
 from app.config.compose import config_error
 from app.config.stop import StopConfig
 from app.errors import ConfigError, DamagedCheckpoint, yaml_text
+from app.recovery.environment_references import require_same_environment
 from app.stop import stop_reason
 from app.tracking.run_folder import CONFIG, flatten, metrics_file, summary
 
@@ -41,6 +42,8 @@ RESUMABLE = (
     "checkpoint",
     "cluster",
     "eval.every",
+    "model.chat_template",  # these files may move: the checkpoint identifies what is in them
+    "model.path",
     "offload",
     "placement.devices",
     "placement.trainer_devices",
@@ -278,6 +281,7 @@ def _take_over(composed: DictConfig, saved: DictConfig, folder: Path, changeable
     Raises:
         ConfigError: An override would change a setting that must stay.
     """
+    require_same_environment(saved, folder, changeable)
     given = _given(composed)
     notes = _checked(given, composed, saved, folder, changeable)
     if "data" in given and "data" in changeable:

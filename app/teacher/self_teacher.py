@@ -74,5 +74,6 @@ def teacher_prompt(prompt: Prompt, config: RunConfig, tokenizer: Any) -> np.ndar
     """Return the tokens [P] int32 of `teacher.prompt`, filled in, in the template of the data."""
     values: Mapping[str, str] = {"question": prompt.question, "answer": prompt.answer}
     question = re.sub(r"\{(question|answer)\}", lambda found: values[found[1]], config.teacher.prompt or "")
-    (tokens,) = encode([Row(question, prompt.answer, prompt.source, 0, prompt.row)], config.data, tokenizer)
+    row = Row(question, prompt.answer, prompt.source, 0, prompt.row, template_kwargs=prompt.template_kwargs)
+    (tokens,) = encode([row], config.data, tokenizer)
     return tokens

@@ -64,7 +64,10 @@ def test_a_base_of_the_same_shapes_with_other_weights_is_refused(path: Path, tmp
     state = RunState(3, 3, model=identity(path, LORA))
     with pytest.raises(CheckpointError, match=r"step_3 .*another base model: .*other"):
         require_model(state, identity(other, LORA), Path("step_3"))
-    require_model(RunState(3, 3, model=identity(path, ALL)), identity(other, ALL), Path("step_3"))  # it has its own
+    with pytest.raises(CheckpointError, match="its weights"):  # the reference of a KL penalty would be another
+        require_model(RunState(3, 3, model=identity(path, ALL)), identity(other, ALL), Path("step_3"))
+    earlier = {name: value for name, value in identity(path, ALL).items() if name not in ("weights", "tokenizer")}
+    require_model(RunState(3, 3, model=earlier), identity(other, ALL), Path("step_3"))
 
 
 # --- export

@@ -14,6 +14,7 @@ from app.data.demonstrations import DemonstrationStream, Demonstrator
 from app.errors import ConfigError
 from app.model.hf_directory import load_tokenizer, stop_ids
 from app.types import Prompt, TokenSequence
+from tests.byte_level import CHATML, R1, write_tokenizer
 from tests.environment.families import TEMPLATES
 from tests.refusals import refused
 
@@ -126,7 +127,7 @@ def test_a_rows_tools_are_rendered_in_prompts_and_demonstrations(
 def test_what_is_no_list_of_tools_is_refused_with_its_row(
     tools: dict[str, Any], tokenizer_of: Callable[[Path], Any], jsonl: Callable[..., str]
 ) -> None:
-    with refused("data.tools", "tools", "row 1 of mine"):
+    with refused("data.tools", "tools", "row 1 of"):
         prompts_of(replace(CHAT, tools="tools"), jsonl({"messages": TURN, **tools}), tokenizer_of(QWEN3))
 
 
@@ -214,3 +215,90 @@ def test_a_template_that_does_not_end_a_reply_is_refused(
     with pytest.raises(ConfigError) as refused:
         demonstrator(tokenizer, tiny_model).count_cut(prompts)
     assert (refused.value.key, json.dumps(str(refused.value)).count("<|im_end|>")) == ("data.template", 1)
+
+
+# --- what a reply says is imitated, or the row is refused
+
+ASK = {"role": "user", "content": "1+1="}
+THOUGHT = "<think>\nOne and one.\n</think>\n\n"
+
+
+def thinking_of(name: str, template: str, folder: Path) -> tuple[Any, Path]:
+    path = write_tokenizer(folder, R1 if name == "r1" else CHATML)
+    return load_tokenizer(path, chat_template=(TEMPLATES / template).read_text()), path
+
+
+def imitated_of(
+    messages: list[dict[str, Any]], template: str, folder: Path, jsonl: Callable[..., str], **settings: Any
+) -> list[str]:
+    tokenizer, path = thinking_of("r1" if "r1" in template else "", template, folder)
+    config = replace(CHAT, **settings)
+    (prompt,) = prompts_of(config, jsonl({"messages": messages}), tokenizer)
+    (sequence,) = demonstrator(tokenizer, path, config).sequences([prompt])
+    return imitated(sequence, tokenizer)
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        {"content": f"{THOUGHT}It is 2."},
+        {"content": "It is 2.", "reasoning_content": "One and one."},
+        {"content": "It is 2.", "reasoning": "One and one."},
+        {"content": "It is 2.", "thinking": "One and one."},
+    ],
+)
+def test_the_reasoning_of_a_reply_is_imitated_whatever_its_field(
+    reply: dict[str, str], tmp_path: Path, jsonl: Callable[..., str]
+) -> None:
+    messages = [ASK, {"role": "assistant", **reply}]
+    assert imitated_of(messages, "qwen3.jinja", tmp_path, jsonl, thinking=True) == [f"{THOUGHT}It is 2.<|im_end|>"]
+    with refused("data.thinking", False, "mine/0"):  # the policy samples after an empty block
+        imitated_of(messages, "qwen3.jinja", tmp_path, jsonl)
+    with refused("data.question", "messages", "reasoning", "mine/0"):
+        imitated_of(messages, "deepseek_r1_distill.jinja", tmp_path, jsonl, thinking=True)
+
+
+def test_an_earlier_reply_that_loses_its_reasoning_is_read_and_not_imitated(
+    tmp_path: Path, jsonl: Callable[..., str]
+) -> None:
+    messages = [ASK, {"role": "assistant", "content": f"{THOUGHT}2"}] * 2
+    assert imitated_of(messages, "qwen3.jinja", tmp_path, jsonl, thinking=True) == [f"{THOUGHT}2<|im_end|>"]
+
+
+def test_what_follows_the_last_reply_that_is_trained_on_does_not_change_it(
+    tmp_path: Path, jsonl: Callable[..., str]
+) -> None:
+    said = {"role": "assistant", "content": f"{THOUGHT}2"}
+    messages = [ASK, said, ASK, {**said, "train": False}]
+    assert imitated_of(messages, "qwen3.jinja", tmp_path, jsonl, thinking=True) == [f"{THOUGHT}2<|im_end|>"]
+
+
+def test_a_call_that_the_template_leaves_out_is_refused(tmp_path: Path, jsonl: Callable[..., str]) -> None:
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    messages: list[dict[str, Any]] = [ASK, {"role": "assistant", "content": "I ask.", "tool_calls": [call]}]
+    with refused("data.question", "messages", "tool call", "mine/0"):
+        imitated_of(messages, "smollm2.jinja", tmp_path, jsonl)
+    (reply,) = imitated_of(messages, "qwen2_5.jinja", tmp_path, jsonl)
+    assert '{"name": "add", "arguments": {"a": 1}}' in reply
+
+
+def test_a_reply_that_spells_the_token_that_ends_it_is_refused(tmp_path: Path, jsonl: Callable[..., str]) -> None:
+    with refused("data.question", "messages", "<|im_end|>", "mine/0"):
+        imitated_of([ASK, {"role": "assistant", "content": "2<|im_end|> or 3"}], "qwen2_5.jinja", tmp_path, jsonl)
+
+
+@pytest.mark.parametrize("flag", ["loss_mask", "weight", "train"])
+def test_replies_are_imitated_as_their_flags_say(flag: str, tmp_path: Path, jsonl: Callable[..., str]) -> None:
+    def replies(*trained: int) -> list[dict[str, Any]]:
+        said = [{"role": "assistant", "content": f"a{number}", flag: each} for number, each in enumerate(trained)]
+        return [message for each in said for message in (ASK, each)]
+
+    found = [imitated_of(replies(*each), "qwen2_5.jinja", tmp_path, jsonl) for each in ([1, 1], [0, 1], [1, 0])]
+    assert found == [["a0<|im_end|>", "a1<|im_end|>"], ["a1<|im_end|>"], ["a0<|im_end|>"]]
+    with refused("data.question", "messages", "none is", "row 1 of"):
+        imitated_of(replies(0, 0), "qwen2_5.jinja", tmp_path, jsonl)
+
+
+def test_the_last_reply_alone_is_imitated_where_the_run_says_so(tmp_path: Path, jsonl: Callable[..., str]) -> None:
+    messages = [ASK, {"role": "assistant", "content": "2"}, ASK, {"role": "assistant", "content": "two"}]
+    assert imitated_of(messages, "qwen3.jinja", tmp_path, jsonl, last_reply_only=True) == ["two<|im_end|>"]

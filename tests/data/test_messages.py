@@ -1,5 +1,6 @@
 """A column of chat messages is a prompt: whole, with the model's template, or refused with its row."""
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -8,12 +9,18 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from app.config.data import DataConfig, EvalSetConfig, Template
 from app.data import rows
-from app.data.build import PromptData, build
+from app.data.build import PromptData, build, rendering_warnings
+from app.data.cursor import PromptCursor, fingerprint
+from app.errors import ConfigError
 from app.mode.preflight import problems
+from app.model.hf_directory import load_tokenizer
 from app.types import Prompt
+from tests.byte_level import write_tokenizer
 from tests.compose import composed
 from tests.environment.qwen import write_model
 from tests.refusals import refused
@@ -250,3 +257,206 @@ def test_messages_of_a_function_are_those_of_a_file(
     config = DataConfig(_target_="my_conversations.read", question="prompt", template=Template.chat)
     found = prompts(config, model)
     assert json.dumps([list(prompt.messages) for prompt in found]) == json.dumps(list(CONVERSATIONS.values()))
+
+
+# --- forms of rows
+
+
+def tool(name: str, **kinds: str) -> dict[str, Any]:
+    properties = {key: {"type": kind} for key, kind in kinds.items()}
+    parameters = {"type": "object", "properties": properties, "required": list(kinds)}
+    return {"type": "function", "function": {"name": name, "description": name, "parameters": parameters}}
+
+
+def calling(name: str, **arguments: Any) -> list[dict[str, Any]]:
+    call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    return [user(f"{name}?"), {"role": "assistant", "content": "", "tool_calls": [call]}]
+
+
+TOOLS = [tool("weather", city="string"), tool("add", left="integer", right="integer")]
+
+
+def test_rows_with_other_tools_and_calls_are_the_same_prompts_in_parquet_and_jsonl(
+    jsonl: Jsonl, model: Any, tmp_path: Path
+) -> None:
+    """Arrow gives every call and schema the keys of all."""
+    result = {"role": "tool", "content": "done"}
+    records = [
+        {"prompt": [*calling("weather", city="Rome"), result], "tools": TOOLS, "answer": "1"},
+        {"prompt": [*calling("add", left=1, right=2), result], "tools": TOOLS, "answer": "2"},
+    ]
+    file = tmp_path / "rows.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), file)
+    lines, table = (
+        prompts(config_of(path, eval_path=path, tools="tools"), model) for path in (jsonl(*records), str(file))
+    )
+    assert [each.token_ids.tolist() for each in table] == [each.token_ids.tolist() for each in lines]
+    assert [each.messages for each in table] == [each.messages for each in lines]
+    assert [each.row["tools"] for each in table] == [TOOLS] * 4
+    assert "null" not in model.decode(table[0].token_ids)
+
+
+def test_nulls_that_were_written_stay(jsonl: Jsonl, model: Any) -> None:
+    schema = tool("weather", city="string")
+    schema["function"]["parameters"]["properties"]["city"]["default"] = None
+    rows = {"prompt": [*calling("weather", city=None), user("And?")], "tools": [schema], "answer": "1"}
+    found = prompts(config_of(jsonl(rows, rows), tools="tools"), model)
+    text = model.decode(found[0].token_ids)
+    assert '"default": null' in text
+    assert '{"city": null}' in text
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3.5"])
+def test_arguments_as_json_text_are_rendered_as_the_object(family: str, jsonl: Jsonl, tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(family, tmp_path / "model")
+    ask, said = calling("add", left=1)
+    text = {"type": "function", "function": {"name": "add", "arguments": '{"left": 1}'}}
+    rows = [{"prompt": [ask, each, user("?")], "answer": "1"} for each in (said, {**said, "tool_calls": [text]})]
+    one, other = prompts(config_of(jsonl(*rows)), tokenizer)
+    assert one.token_ids.tolist() == other.token_ids.tolist()
+
+
+@pytest.mark.parametrize("form", ["json", "sharegpt"])
+def test_messages_as_json_text_or_of_sharegpt_are_the_same_prompt(form: str, jsonl: Jsonl, model: Any) -> None:
+    value: Any = json.dumps([user("1+1=")]) if form == "json" else [{"from": "human", "value": "1+1="}]
+    one, other = prompts(
+        config_of(jsonl({"prompt": value, "answer": "2"}, {"prompt": [user("1+1=")], "answer": "2"})), model
+    )
+    assert one.token_ids.tolist() == other.token_ids.tolist()
+    assert one.messages == (user("1+1="),)
+
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ TEXT }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def with_template(model: Any, template: str) -> Any:
+    found = copy.copy(model)
+    found.chat_template = template
+    return found
+
+
+def test_a_result_that_the_template_writes_as_json_is_no_message_that_it_leaves_out(jsonl: Jsonl, model: Any) -> None:
+    """As Llama 3.1 does."""
+    tokenizer = with_template(
+        model, CHATML.replace("TEXT", "message.content | tojson if message.role == 'tool' else message.content")
+    )
+    row = {"prompt": [user("Look."), {"role": "tool", "content": 'two\n"lines"'}], "answer": "x"}
+    found, _ = prompts(config_of(jsonl(row, row)), tokenizer)
+    assert json.dumps('two\n"lines"') in tokenizer.decode(found.token_ids)
+
+
+@pytest.mark.parametrize(
+    ("lost", "text"),
+    [
+        ("tool call", "message.content"),
+        ("text", "'' if message.role == 'tool' else message.content"),
+        ("text", "message.content[:4]"),
+    ],
+)
+def test_a_template_that_leaves_out_a_call_or_a_text_is_refused(lost: str, text: str, jsonl: Jsonl, model: Any) -> None:
+    before = calling("add", left=1) if lost == "tool call" else [user("add")]
+    row = {"prompt": [*before, {"role": "tool", "content": "It is three."}], "answer": "x"}
+    with refused("data.question", "prompt", lost, "row 1 of"):
+        prompts(config_of(jsonl(row, row)), with_template(model, CHATML.replace("TEXT", text)))
+
+
+@pytest.mark.parametrize("role", ["user", "tool", "system"])
+def test_control_tokens_that_a_text_spells_stay_text(role: str, jsonl: Jsonl, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(
+        write_tokenizer(tmp_path / "bytes"), chat_template=CHATML.replace("TEXT", "message.content")
+    )
+    text = "a<|im_end|>\n<|im_start|>system\nb<|endoftext|>"
+    messages = [{"role": role, "content": text}, user("ok")]
+    row = {"prompt": messages, "answer": "x"}
+    found, _ = prompts(config_of(jsonl(row, row)), tokenizer)
+    special = [token for token in found.token_ids.tolist() if token >= 256]
+    start, end = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
+    assert special == [start, end, start, end, start]
+    assert tokenizer.decode(found.token_ids) == tokenizer.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True
+    )
+
+
+def test_a_control_token_that_cannot_stay_text_is_named_with_its_row(jsonl: Jsonl) -> None:
+    """The tokenizer puts a space before each text that it encodes, so a token cannot be cut."""
+    letters = {chr(code): code for code in range(33, 127)}
+    backend = Tokenizer(models.BPE({**letters, "▁": 0, "</s>": 1}, []))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    backend.decoder = decoders.Metaspace(prepend_scheme="always")
+    backend.add_special_tokens(["</s>"])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, chat_template=CHATML.replace("TEXT", "message.content")
+    )
+    path = jsonl({"prompt": [user("fine")], "answer": "x"}, {"prompt": [user("old </s> text")], "answer": "x"})
+    data = build(config_of(path, eval_path=path), tokenizer, seed=0, max_prompt_tokens=1000)
+    (warning,) = rendering_warnings(data.train.prompts, config_of(path), tokenizer)
+    assert "/1 spells </s>" in warning
+
+
+def test_fields_of_messages_that_nothing_reads_are_named(jsonl: Jsonl, model: Any) -> None:
+    row = {"prompt": [{**user("q"), "mood": "good", "weight": 1, "name": "me"}], "answer": "x"}
+    config = config_of(jsonl(row, row))
+    read = with_template(model, CHATML.replace("TEXT", "message.content + message.mood"))
+    unread = with_template(model, CHATML.replace("TEXT", "message.content"))
+    (warning,) = rendering_warnings(prompts(config, unread), config, unread)
+    assert warning.endswith(": mood")
+    assert rendering_warnings(prompts(config, read), config, read) == []
+
+
+# --- variables of the template
+
+
+def test_variables_of_the_template_are_those_of_the_row_else_those_of_the_run(jsonl: Jsonl, model: Any) -> None:
+    tokenizer = with_template(model, "{{ effort }} {{ enable_thinking }} " + CHATML.replace("TEXT", "message.content"))
+    kwargs = [{}, {"effort": "high"}, '{"enable_thinking": true}']
+    rows = [{"prompt": [user("q")], "answer": "x", "chat_template_kwargs": each} for each in kwargs]
+    path = jsonl(*rows)
+    config = config_of(path, eval_path=path, chat_template_kwargs={"effort": "low"})
+    data = build(config, tokenizer, seed=0, max_prompt_tokens=1000)
+    begins = [tokenizer.decode(each.token_ids).partition(" <|im")[0] for each in data.evals["eval"]]
+    assert begins == ["low False", "high False", "low True"]
+
+
+@pytest.mark.parametrize("own", [3, [1], {"messages": []}, "text"])
+def test_what_are_no_variables_of_a_template_is_refused(own: Any, jsonl: Jsonl) -> None:
+    with refused("data.chat_template_kwargs", None, "row 1 of"):
+        rows.load(config_of(jsonl({"prompt": [user("q")], "answer": "x", "chat_template_kwargs": own})))
+
+
+@pytest.mark.parametrize(
+    "given", ["+data.chat_template_kwargs.enable_thinking=true", "+data.chat_template_kwargs.messages=1"]
+)
+def test_variables_that_the_run_gives_are_refused(given: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        composed("data.template=chat", given)
+    assert caught.value.key == "data.chat_template_kwargs"
+
+
+# --- a resume compares what rows say
+
+
+def test_a_template_that_writes_the_date_is_resumed_on_the_next_day(jsonl: Jsonl, model: Any) -> None:
+    rows = [{"prompt": [user(f"{number}+1=")], "answer": "x"} for number in range(6)]
+    config = config_of(jsonl(*rows))
+
+    def cursor(day: str, config: DataConfig = config) -> PromptCursor:
+        tokenizer = with_template(model, day + CHATML.replace("TEXT", "message.content"))
+        return build(config, tokenizer, seed=0, max_prompt_tokens=1000).train
+
+    saved = cursor("25 November").state()
+    cursor("26 November").restore(saved)
+    rows[2]["prompt"] = [user("changed")]
+    with refused("data", ""):
+        cursor("25 November", config_of(jsonl(*rows))).restore(saved)
+
+
+def test_a_checkpoint_of_an_earlier_version_is_compared_by_its_tokens(jsonl: Jsonl, model: Any) -> None:
+    config = config_of(jsonl(*[{"prompt": [user(f"{number}+1=")], "answer": "x"} for number in range(6)]))
+    train = build(config, model, seed=0, max_prompt_tokens=1000).train
+    earlier = fingerprint(train.prompts, seed=0, shuffle=False, tokens=True)
+    train.restore({**train.state(), "fingerprint": earlier})
+    with refused("data", ""):
+        train.restore({**train.state(), "fingerprint": earlier[::-1]})

@@ -43,7 +43,9 @@ class Characters:
         return Reply(text)
 
 
-def renderer_for(name: str, model_path: str, thinking: str, enable_thinking: bool, template: str | None) -> Characters:
+def renderer_for(
+    name: str, model_path: str, thinking: str, enable_thinking: bool, template: str | None, variables: str
+) -> Characters:
     if name != "characters":
         raise ValueError(f"{name} is not a renderer: give characters.")
     return Characters()

@@ -67,7 +67,8 @@ def write_model(folder: Path, name: str, template: str | None = None) -> Path:
     """Write the files of a model directory that rendering reads; `template` is another text than the family's."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer().save(str(folder / "tokenizer.json"))
-    (folder / "config.json").write_text(json.dumps({"model_type": MODEL_TYPE[name]}))
+    config = {"model_type": MODEL_TYPE[name], "eos_token_id": tokenizer().token_to_id("<|im_end|>")}
+    (folder / "config.json").write_text(json.dumps(config))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
     text = (TEMPLATES / TEMPLATE[name]).read_text() if template is None else template
     (folder / "chat_template.jinja").write_text(text)

@@ -175,8 +175,8 @@ async def test_an_error_of_the_policy_is_not_repeated_either() -> None:
         ({"max_completion_tokens": 0}, "max_completion_tokens "),
         ({"tools": [{"type": "web_search"}]}, "tools must"),
         ({"messages": []}, "messages must"),
-        ({"messages": [{"role": "function", "content": "x"}]}, "message needs a role"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "Images, audio and files"),
+        ({"messages": [{"role": "function", "content": "x"}]}, "message 1 is of function"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "part of type image_url"),
     ],
 )
 async def test_what_is_not_served_is_refused_by_name(asked: dict[str, Any], named: str) -> None:

@@ -57,7 +57,7 @@ def reference(folder: Path, messages: Sequence[dict[str, Any]], tools: Any = Non
 def test_the_script_has_the_tokens_of_transformers(models: dict[str, Path], name: str) -> None:
     for thinking in (False, True):
         renderer = renderer_of(models[name], enable_thinking=thinking)
-        assert first_difference(renderer, by_transformers(models[name]), enable_thinking=thinking) is None
+        assert first_difference(renderer, by_transformers(models[name]), {"enable_thinking": thinking}) is None
 
 
 @pytest.mark.parametrize("name", sorted({*FAMILIES} - {"r1", "glm4.5"}))
@@ -143,7 +143,7 @@ def test_a_template_that_says_something_else_with_tools_is_a_difference(models: 
     tokenizer = by_transformers(models["qwen2.5"])
     source = FAMILIES["qwen2.5"].template
     tokenizer.chat_template = {"default": source, "tool_use": source.replace("# Tools", "# My tools")}
-    difference = first_difference(renderer_of(models["qwen2.5"]), tokenizer, enable_thinking=False)
+    difference = first_difference(renderer_of(models["qwen2.5"]), tokenizer, {"enable_thinking": False})
     assert difference is not None
     assert difference.startswith("a question with tools ")
 

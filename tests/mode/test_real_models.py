@@ -26,7 +26,7 @@ def test_a_real_tokenizer_and_template_are_rendered_as_transformers_renders_them
     renderer = renderer_for("chat", str(folder))
     assert isinstance(renderer, ChatRenderer)
     assert renderer.tool_syntax == syntax
-    assert first_difference(renderer, load_tokenizer(folder), enable_thinking=False) is None
+    assert first_difference(renderer, load_tokenizer(folder), {"enable_thinking": False}) is None
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """`model.chat_template`: a template of one's own, for prompts and conversations, in checkpoints and in exports."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ from app.errors import CheckpointError, ConfigError
 from app.mode.environments import require_rendering, worker_spec
 from app.mode.preflight import preflight
 from app.model.hf_directory import identity, load_tokenizer, own_template
+from tests.byte_level import write_tokenizer
 from tests.compose import composed
+from tests.refusals import refused
 
 QUESTION = [{"role": "user", "content": "12+7="}]
 OWN = "{% for message in messages %}<|im_start|>{{ message.content }}<|im_end|>{% endfor %}<|im_start|>"
@@ -53,11 +56,8 @@ def test_a_template_that_cannot_render_a_question_is_refused(
     tiny_model: Path, template: Path, text: str, problem: str
 ) -> None:
     template.write_text(text)
-    with pytest.raises(ConfigError) as refused:
+    with refused("model.chat_template", template, problem):
         preflight(config_of(tiny_model, template))
-    assert str(refused.value).startswith(f"model.chat_template={template} is not accepted: ")
-    assert problem in str(refused.value)
-    assert "\n" not in str(refused.value)
 
 
 def test_a_file_that_is_no_text_is_refused(tiny_model: Path, template: Path) -> None:
@@ -75,3 +75,25 @@ def test_a_checkpoint_continues_with_the_text_that_it_was_trained_with(tiny_mode
     for saved, given in ((OWN, None), (None, OWN), (OWN, f"{OWN}\n")):
         with pytest.raises(CheckpointError, match=r"another chat template: model\.chat_template"):
             require_model(RunState(3, 3, model=model(saved)), model(given), Path("step_3"))
+
+
+CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("special", "template", "stop", "accepted"),
+    [
+        (("<|im_start|>", "<|im_end|>"), CHATML, [], True),
+        (("<|im_start|>", "<|im_end|>", "<|endoftext|>"), CHATML, [], False),  # of a base model
+        (("<|im_start|>", "<|im_end|>", "<|endoftext|>"), CHATML, ["<|im_end|>"], True),
+        (("<|im_start|>", "<|im_end|>", "<|endoftext|>"), "User: {{ messages[0].content }} Assistant:", [], True),
+    ],
+)
+def test_a_template_that_ends_a_reply_with_a_token_that_ends_no_completion_is_refused(
+    special: tuple[str, ...], template: str, stop: list[str], accepted: bool, tmp_path: Path
+) -> None:
+    path = write_tokenizer(tmp_path, special)
+    config = composed("data.template=chat", f"rollout.stop={stop}")
+    tokenizer = load_tokenizer(path, chat_template=template)
+    with nullcontext() if accepted else refused("model.path", path, "<|im_end|>", "generation_config.json"):
+        require_rendering(config, path, tokenizer)

@@ -1,14 +1,18 @@
 """Locating models, and the one-sentence error for each defect of a directory."""
 
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 
 from app.config.model import LoraConfig, ModelConfig
+from app.environment.rendering.tokenizer_file import TokenizerFile
 from app.mode.preflight import problems
-from app.model.hf_directory import GENERAL, identity, load_tokenizer, locate, require_window
-from app.model.hf_import import transformers
+from app.model.hf_directory import identity, load_tokenizer, locate, require_window
+from tests.byte_level import write_tokenizer
 from tests.compose import composed
 from tests.model.support import save_qwen3
 from tests.refusals import refused
@@ -96,14 +100,61 @@ def test_a_broken_tokenizer_is_refused(file: str, content: str, tmp_path: Path) 
         load_tokenizer(path)
 
 
-def test_the_general_tokenizer_class_equals_the_choice_of_transformers(tmp_path: Path) -> None:
-    path = save_qwen3(tmp_path / "qwen3")
-    assert json.loads((path / "tokenizer_config.json").read_text())["tokenizer_class"] == GENERAL
-    ours, theirs = load_tokenizer(path), transformers().AutoTokenizer.from_pretrained(path)
-    assert type(ours) is type(theirs)
-    assert repr(ours) == repr(theirs)
-    assert ours.get_vocab() == theirs.get_vocab()
-    assert ours("1+2=") == theirs("1+2=")
+TEXT = "The sum of 1 and 2 is\n\n3 , née. It 's\n    def f(x): 中文"
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "gpt2"])
+@pytest.mark.parametrize(
+    "declared",
+    ["LlamaTokenizerFast", "LlamaTokenizer", "Qwen2Tokenizer", "GPT2TokenizerFast", "PreTrainedTokenizerFast", None],
+)
+def test_a_tokenizer_is_that_of_its_file_whatever_class_is_declared(
+    declared: str | None, model_type: str, tmp_path: Path
+) -> None:
+    path = write_tokenizer(tmp_path, model_type=model_type, tokenizer_class=declared)
+    loaded, file = load_tokenizer(path), TokenizerFile(path)
+    ids = loaded(TEXT)["input_ids"]
+    assert (
+        ids
+        == file.encode(TEXT, add_special_tokens=True)
+        == Tokenizer.from_file(str(path / "tokenizer.json")).encode(TEXT).ids
+    )
+    assert loaded.decode(ids) == TEXT
+
+
+@pytest.mark.parametrize(
+    "settings", [{"clean_up_tokenization_spaces": True}, {"add_bos_token": True}, {"add_eos_token": True}]
+)
+def test_settings_of_a_class_do_not_change_what_the_file_says(settings: dict[str, Any], tmp_path: Path) -> None:
+    path = write_tokenizer(tmp_path, tokenizer_class="LlamaTokenizerFast", **settings)
+    loaded = load_tokenizer(path)
+    ids = loaded(TEXT)["input_ids"]
+    assert ids == TokenizerFile(path).encode(TEXT, add_special_tokens=True)
+    assert loaded.decode(ids) == TEXT
+
+
+OWN = """
+from transformers import PreTrainedTokenizer
+class Own(PreTrainedTokenizer):
+    vocab_size = 1
+    def get_vocab(self): return {"a": 0}
+    def _tokenize(self, text, **_): return text.split()
+    def _convert_token_to_id(self, token): return 0
+    def _convert_id_to_token(self, index): return "a"
+"""
+
+
+def test_code_that_encodes_another_way_than_the_file_is_refused(tmp_path: Path) -> None:
+    path = write_tokenizer(tmp_path, tokenizer_class="Own", auto_map={"AutoTokenizer": ["own.Own", None]})
+    (path / "own.py").write_text(OWN)
+    with refused("model.path", path, "tokenizer.json"):
+        load_tokenizer(path, trust_remote_code=True)
+    assert load_tokenizer(path)("a")["input_ids"] == TokenizerFile(path).encode("a")
+
+
+def test_a_tokenizer_without_an_end_token_takes_that_of_the_model(tmp_path: Path) -> None:
+    loaded = load_tokenizer(write_tokenizer(tmp_path, tokenizer_class="GPT2Tokenizer", eos_token=None))
+    assert loaded.eos_token == "<|im_end|>"
 
 
 @pytest.mark.parametrize(
@@ -129,3 +180,20 @@ def test_a_sliding_window_shorter_than_the_sequences_is_rejected(
             require_window(path, tokens=100)
     else:
         require_window(path, tokens=100)
+
+
+@pytest.mark.parametrize("lora", [LoraConfig(), LoraConfig(rank=4)])
+def test_a_model_that_moved_is_the_same_and_one_with_other_files_is_not(lora: LoraConfig, tmp_path: Path) -> None:
+    path = save_qwen3(tmp_path / "qwen3")
+    moved = shutil.copytree(path, tmp_path / "moved")
+
+    def differing() -> set[str]:
+        ours, theirs = identity(path, lora), identity(moved, lora)
+        return {key for key in ours if ours[key] != theirs[key]}
+
+    assert differing() == {"source"}
+    (moved / "chat_template.jinja").write_text("{{ messages }}")
+    assert differing() == {"source", "tokenizer"}
+    other = save_qwen3(tmp_path / "other", seed=1)
+    shutil.copy(other / "model.safetensors", moved)
+    assert differing() == {"source", "tokenizer", "base" if lora.enabled else "weights"}

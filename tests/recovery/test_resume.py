@@ -5,12 +5,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from app.checkpoint.run_state import RunState, write_state
 from app.config.model import LoraConfig
 from app.errors import ConfigError, DamagedCheckpoint
 from app.model.hf_directory import identity
+from app.recovery.environment_references import save_references
 from app.recovery.resume import EVALUABLE, RESUMABLE, SAVED, apply_evaluation, apply_preview, apply_resume
 from tests.folders import a_run, content, run_app
 from tests.folders import composed_by_hydra as composed
@@ -40,7 +41,7 @@ def test_the_saved_configuration_wins_but_for_what_may_be_given_anew(tmp_path: P
         ("algorithm=gspo", "algorithm.name=grpo, not gspo"),
         ("experiment=cuda4_colocate_4b", "device.kind=cpu, not cuda"),
         ("+reward.args.bonus=1", "reward.args.bonus=null, not 1"),
-        ("model.path=/models/other", "model.path=tiny, not /models/other"),
+        ("model.revision=main", "model.revision=null, not main"),
     ],
 )
 def test_an_override_that_would_change_the_run_is_refused_with_both_values(
@@ -361,3 +362,62 @@ def test_a_plan_of_an_evaluation_is_of_the_run_that_it_evaluates(tmp_path: Path)
     code, text = run_app("mode=eval", "data=gsm8k", f"resume={run}", "mode=plan", cwd=tmp_path)
     assert (code, text.splitlines()[0]) == (0, "qwen35_9b · grpo · fully_async on 8 npu device(s)")
     assert content(tmp_path) == before
+
+
+# --- what may move, and what the environment says
+
+
+def test_a_model_that_moved_is_given_anew(tmp_path: Path) -> None:
+    run = a_run(tmp_path / "run", "steps=9", "model.path=/models/old", step=4)
+    made = composed(f"resume={run}", "model.path=/models/new")
+    apply_resume(made)
+    assert made.model.path == "/models/new"
+
+
+def a_saved_run(folder: Path, *overrides: str) -> Path:
+    """A run whose configuration was saved as a run saves it."""
+    run = a_run(folder, *overrides, step=4)
+    job = composed(*overrides)
+    with open_dict(job):
+        del job["hydra"]
+    raw, resolved = (OmegaConf.to_container(job, resolve=each, enum_to_str=True) for each in (False, True))
+    (run / SAVED).write_text(OmegaConf.to_yaml(save_references(run, raw, resolved)))
+    return run
+
+
+def test_a_number_that_refers_to_the_environment_is_saved_as_a_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_LR", "1e-3")
+    monkeypatch.setenv("MY_FLAG", "false")
+    references = ["trainer.lr=${oc.env:MY_LR}", "data.shuffle=${oc.env:MY_FLAG}", "checkpoint.every=1"]
+    run = a_saved_run(tmp_path / "run", *references)
+    monkeypatch.setenv("MY_LR", "1e-5")
+    monkeypatch.setenv("MY_FLAG", "true")
+    made = composed(f"resume={run}")
+    apply_resume(made)
+    assert (made.trainer.lr, made.data.shuffle) == (1e-3, False)
+    with refused("trainer.lr", None, "0.001"):
+        apply_resume(composed(f"resume={run}", references[0]))
+
+
+@pytest.mark.parametrize("now", ["theirs", None])
+def test_a_text_of_the_environment_that_changed_is_refused(
+    now: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_SPLIT", "mine")
+    monkeypatch.setenv("MY_PROJECT", "secret")
+    given = ["data.subset=${oc.env:MY_SPLIT}", "tracking.project=${oc.env:MY_PROJECT}"]
+    run = a_saved_run(tmp_path / "run", *given)
+    texts = "".join(file.read_text() for file in (run / "config").iterdir())
+    assert ("secret" in texts, "mine\n" in texts, "${oc.env:MY_SPLIT}" in texts) == (False, False, True)
+    monkeypatch.setenv("MY_PROJECT", "another")  # which a resume may change
+    made = composed(f"resume={run}")
+    apply_resume(made)
+    assert (made.data.subset, made.tracking.project) == ("mine", "another")
+
+    monkeypatch.delenv("MY_SPLIT")
+    if now is not None:
+        monkeypatch.setenv("MY_SPLIT", now)
+    with refused("data.subset", "${oc.env:MY_SPLIT}", str(run)):
+        apply_resume(composed(f"resume={run}"))

@@ -39,6 +39,7 @@ class Record:
     number: int  # line or row in it, from 1
     values: dict[str, Any] | ConfigError  # the error of a row that cannot be parsed
     left_out: Sequence[str] = ()  # columns of bytes
+    padded: bool = False  # of Arrow, whose structs have the keys of all rows: those of other rows are null
 
 
 Records = Iterator[Record]
@@ -164,7 +165,7 @@ def numbered(batches: Iterable[Any], where: str, left_out: Sequence[str]) -> Rec
     for batch in batches:
         for values in batch.to_pylist():
             number += 1
-            yield Record(where, number, values, left_out)
+            yield Record(where, number, values, left_out, padded=True)
 
 
 def brief(error: Exception) -> str:

@@ -9,6 +9,7 @@ Invariants:
 - Importing this package imports the standard library only; no renderer imports torch or transformers.
 """
 
+import json
 from functools import lru_cache
 from pathlib import Path
 
@@ -24,6 +25,7 @@ def renderer_for(
     thinking: str = "template",
     enable_thinking: bool = False,
     template: str | None = None,
+    variables: str = "{}",
 ) -> Renderer:
     """Load the renderer `name` with the tokenizer of a model directory. The same arguments give the same object.
 
@@ -33,6 +35,7 @@ def renderer_for(
         thinking: Earlier reasoning at a new user message: "template" does as the template does, "keep" keeps it.
         enable_thinking: The template's argument, which is `data.thinking`.
         template: Text of a chat template in place of the model's own.
+        variables: Further arguments of the template, as JSON text.
 
     Raises:
         ValueError: One sentence: no tokenizer, a missing package, or an unusable template.
@@ -44,4 +47,4 @@ def renderer_for(
 
     from app.environment.rendering.chat import ChatRenderer
 
-    return ChatRenderer(Path(model_path), thinking == "keep", enable_thinking, template)
+    return ChatRenderer(Path(model_path), thinking == "keep", enable_thinking, template, json.loads(variables))

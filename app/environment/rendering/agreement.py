@@ -5,7 +5,8 @@ from itertools import takewhile
 from typing import Any
 
 from app.environment.protocol import Message
-from app.environment.rendering.chat import ChatRenderer
+from app.environment.rendering.chat import ANSWER as REPLY
+from app.environment.rendering.chat import MADE_UP, ChatRenderer
 from app.environment.rendering.reply_parser import CALL, TOOL
 
 SHOWN = 8  # tokens of a difference
@@ -24,10 +25,13 @@ SCRIPT: tuple[tuple[str, tuple[Message, ...], tuple[Message, ...], bool], ...] =
 )
 
 
-def first_difference(renderer: ChatRenderer, tokenizer: Any, *, enable_thinking: bool) -> str | None:
+def first_difference(renderer: ChatRenderer, tokenizer: Any, variables: Mapping[str, Any]) -> str | None:
     """Compare a renderer with transformers on conversations of a system message, replies, tool calls and results.
 
     What the template rejects is not compared: a run with such messages fails with an error naming the message.
+
+    Args:
+        variables: Of the template.
 
     Returns:
         What differs, in words; None if nothing does.
@@ -40,7 +44,7 @@ def first_difference(renderer: ChatRenderer, tokenizer: Any, *, enable_thinking:
                 tools=tools,
                 tokenize=False,
                 add_generation_prompt=True,
-                enable_thinking=enable_thinking,
+                **variables,
             )
         except Exception:  # the template is a program of the model's
             return None
@@ -64,3 +68,23 @@ def first_difference(renderer: ChatRenderer, tokenizer: Any, *, enable_thinking:
         if whole is not None and whole[-len(rest) - 1 :] != [close, *rest]:
             return f"what follows the reply to {name} depends on what stands before it"
     return None
+
+
+def other_end(tokenizer: Any, stops: Sequence[int], variables: Mapping[str, Any]) -> str | None:
+    """Return the special token with which a chat template ends a reply, if completions do not end with it; else None.
+
+    A template of single questions, which ends no reply with a token, has none.
+
+    Args:
+        tokenizer: Of transformers, with the template.
+        stops: Tokens that end a completion.
+        variables: Of the template.
+    """
+    try:
+        text = tokenizer.apply_chat_template([QUESTION, REPLY, NEXT], tokenize=False, **variables)
+    except Exception:  # the template is a program of the model's
+        return None
+    ids = tokenizer(text.partition(MADE_UP)[2], add_special_tokens=False)["input_ids"]
+    first = next((token for token in ids if tokenizer.decode([token]).strip()), None)
+    added = getattr(tokenizer, "added_tokens_decoder", {}).get(first)
+    return added.content if added is not None and added.special and first not in stops else None

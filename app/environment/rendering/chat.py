@@ -10,6 +10,7 @@ Invariants:
 - A sequence ends where the template would write its history in another way. With the template's thinking mode off, the
   empty think block of each generation prompt is not such a difference: it is what the policy was conditioned on.
 - A reply is parsed by token id: markers that are spelled out as text are text.
+- Special tokens that a message spells, such as the result of a tool, are text too, see `ControlTokens`.
 """
 
 import re
@@ -23,6 +24,7 @@ from app.environment.protocol import Message, Reply, ToolCall, Tools
 from app.environment.rendering import reply_parser
 from app.environment.rendering.chat_template import ChatTemplate
 from app.environment.rendering.tokenizer_file import TokenizerFile
+from app.utils.chat_messages import encode_marked
 
 QUESTION: Message = {"role": "user", "content": "How much is it?"}
 MADE_UP = "Here stands a reply."
@@ -59,14 +61,22 @@ class ChatRenderer:
         tool_syntax: Name of the syntax in which the template writes tool calls; None if there is none.
     """
 
-    def __init__(self, folder: Path, keep_thinking: bool, enable_thinking: bool, template: str | None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        keep_thinking: bool,
+        enable_thinking: bool,
+        template: str | None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> None:
         """Load the tokenizer and the template.
 
         Raises:
             ValueError: One of them cannot be read, or no token that ends a reply follows it in the template.
         """
         self.tokenizer = TokenizerFile(folder)
-        self._template = ChatTemplate(folder, template, enable_thinking)
+        self._template = ChatTemplate(folder, template, {"enable_thinking": enable_thinking, **(variables or {})})
+        self._control = self.tokenizer.control_tokens
         self._keep_thinking = keep_thinking
         self._thinking = enable_thinking
         self._histories: dict[tuple[bool, bool], tuple[bool, bool]] = {}
@@ -79,7 +89,8 @@ class ChatRenderer:
                 f"the chat template of {self.tokenizer.name_or_path} has no known syntax of tool calls: give a model "
                 "that has one, or model.chat_template."
             )
-        return self.tokenizer.encode(self._template.render(messages, tools))
+        text = self._template.render(self._control.marked(messages), tools)
+        return encode_marked(text, self.tokenizer.encode)
 
     def following(
         self, token_ids: Sequence[int], messages: Sequence[Message], tools: Tools | None = None
@@ -162,8 +173,8 @@ class ChatRenderer:
         Raises:
             ValueError: The template rejects the messages, leaves out the reply, or does not end it.
         """
-        whole = self._template.render([QUESTION, ANSWER, *messages], tools)
-        tail = self.tokenizer.encode(whole.partition(MADE_UP)[2])
+        whole = self._template.render([QUESTION, ANSWER, *self._control.marked(messages)], tools)
+        tail = encode_marked(whole.partition(MADE_UP)[2], self.tokenizer.encode)
         end = next((at for at, token in enumerate(tail) if token in self.tokenizer.stop_ids), len(tail))
         between = self.tokenizer.decode(tail[:end]).strip()
 

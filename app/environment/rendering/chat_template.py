@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 from app.environment.protocol import Message
 from app.environment.rendering.tokenizer_file import import_package, read_json, token_text
+from app.utils.chat_messages import for_template
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -15,12 +16,12 @@ SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token
 class ChatTemplate:
     """A compiled template with the variables that transformers gives to it."""
 
-    def __init__(self, folder: Path, source: str | None, enable_thinking: bool) -> None:
+    def __init__(self, folder: Path, source: str | None, variables: Mapping[str, Any]) -> None:
         """Compile a template.
 
         Args:
             source: Text of a template to use in place of the model's own.
-            enable_thinking: The template's argument, which is `data.thinking`.
+            variables: Arguments of the template, such as `enable_thinking`.
 
         Raises:
             ValueError: There is none, or it is not valid Jinja.
@@ -36,7 +37,7 @@ class ChatTemplate:
         declared = {**read_json(folder / "special_tokens_map.json"), **read_json(folder / "tokenizer_config.json")}
         tokens = {name: token_text(declared.get(name)) for name in SPECIAL_TOKENS}
         self._variables: dict[str, Any] = {name: token for name, token in tokens.items() if token is not None}
-        self._variables["enable_thinking"] = enable_thinking
+        self._variables |= variables
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None, *, prompt: bool = True
@@ -52,7 +53,7 @@ class ChatTemplate:
         """
         try:
             text: str = self._template.render(
-                messages=list(messages), tools=tools or None, add_generation_prompt=prompt, **self._variables
+                messages=for_template(messages), tools=tools or None, add_generation_prompt=prompt, **self._variables
             )
         except Exception as error:  # the template is a program of the model's
             raise ValueError(f"the chat template cannot be used ({error}).") from error

@@ -3,9 +3,11 @@
 import importlib
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+from app.utils.chat_messages import ControlTokens
 
 
 def import_package(name: str) -> Any:
@@ -28,6 +30,7 @@ class TokenizerFile:
     """A tokenizer with the methods that the `renderers` package asks for.
 
     Attributes:
+        backend: The `tokenizers.Tokenizer`.
         stop_ids: Tokens that end a reply, those of the model's configuration.
     """
 
@@ -45,29 +48,34 @@ class TokenizerFile:
             raise ValueError(f"{folder} has no tokenizer.json, which environments need.")
 
         try:
-            self._backend = tokenizers.Tokenizer.from_file(str(path))
+            self.backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the package raises no narrower type
             raise ValueError(f"{path} cannot be read as a tokenizer ({error}).") from error
-        self._backend.no_truncation()
-        self._backend.no_padding()
+        self.backend.no_truncation()
+        self.backend.no_padding()
 
         self.name_or_path = str(folder)
-        self.stop_ids = frozenset(_stop_ids(folder, self))
+        self.stop_ids = frozenset(stop_ids(folder))
         self.eos_token_id = _end_of_text(folder, self)
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """Return the ids of `text`: [N]. A lone surrogate, which has no bytes, becomes a question mark."""
-        ids: list[int] = self._backend.encode(_readable(text), add_special_tokens=add_special_tokens).ids
+        ids: list[int] = self.backend.encode(_readable(text), add_special_tokens=add_special_tokens).ids
         return ids
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = False) -> str:
         """Return the text of `token_ids`."""
-        text: str = self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        text: str = self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
+
+    @property
+    def control_tokens(self) -> ControlTokens:
+        """Special tokens where a text spells them."""
+        return ControlTokens.of(self.backend.get_added_tokens_decoder(), self.encode, self.decode)
 
     def convert_tokens_to_ids(self, token: str) -> int | None:
         """Return a token's id, or None if the vocabulary lacks it."""
-        index: int | None = self._backend.token_to_id(token)
+        index: int | None = self.backend.token_to_id(token)
         return index
 
 
@@ -98,9 +106,10 @@ def _end_of_text(folder: Path, tokenizer: TokenizerFile) -> int | None:
     return None if token is None else tokenizer.convert_tokens_to_ids(token)
 
 
-def _stop_ids(folder: Path, tokenizer: TokenizerFile) -> Sequence[int]:
+def stop_ids(folder: Path) -> list[int]:
+    """Return the tokens that end a completion: those of the model's configuration, the only ones that engines know."""
     found: list[Any] = []
     for name in ("generation_config.json", "config.json"):
         stops = read_json(folder / name).get("eos_token_id")
         found += stops if isinstance(stops, list) else [stops]
-    return [stop for stop in (*found, _end_of_text(folder, tokenizer)) if isinstance(stop, int)]
+    return [*dict.fromkeys(stop for stop in found if isinstance(stop, int))]

@@ -1,6 +1,5 @@
 """Conversations: the messages that open one, keys to find equal ones, and the turns of an episode as text."""
 
-import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,8 +14,8 @@ Conversation = tuple[str, ...]  # of the tools, then of each message
 def conversation_key(messages: Sequence[Message] | None, tools: Sequence[Tool] | None) -> Conversation:
     """Return texts that are equal for conversations that say the same; the prefix of one is the key of its beginning.
 
-    Raises:
-        TypeError: Something is not a message.
+    Args:
+        messages: In the form of `normalized`.
     """
     return (_json(list(tools or ())), *map(message_key, messages or ()))
 
@@ -39,25 +38,15 @@ def readable(reply: Reply) -> str:
 def message_key(message: Message) -> str:
     """Return a text that is equal for messages that say the same.
 
-    Clients drop the reasoning of earlier replies, and write arguments of tool calls as text or as objects.
+    Clients drop the reasoning of earlier replies, and give calls other ids.
+
+    Args:
+        message: In the form of `normalized`.
     """
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise TypeError(f"{message!r:.80} is not a message: give a mapping with role and content")
-    content = message.get("content")
-    if isinstance(content, list):
-        content = "".join(str(part.get("text", "")) if isinstance(part, Mapping) else str(part) for part in content)
-    if message["role"] == "assistant":
-        return _json(["assistant", content or "", [_call_key(call) for call in message.get("tool_calls") or ()]])
-    return _json({**message, "content": content or ""})
-
-
-def _call_key(call: Mapping[str, Any]) -> list[Any]:
-    function = call.get("function", call)
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        with contextlib.suppress(ValueError):  # the policy's own bad JSON stays text
-            arguments = json.loads(arguments)
-    return [function.get("name"), arguments]
+    if message["role"] != "assistant":
+        return _json(message)
+    calls = [call["function"] for call in message.get("tool_calls") or ()]
+    return _json(["assistant", message["content"], [[call["name"], call["arguments"]] for call in calls]])
 
 
 def _json(value: Any) -> str:

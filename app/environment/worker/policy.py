@@ -27,6 +27,7 @@ from app.environment.wire import Answer, Limits
 from app.environment.worker.calls import Clock
 from app.environment.worker.conversation import Conversation, Transcript, conversation_key, reasonings
 from app.environment.worker.sequences import Continuation, EpisodeSequences, OpenSequence, ReplyEnd
+from app.utils.chat_messages import normalized
 
 AskEngine = Callable[
     [int, Sequence[int], int | None, bool], Awaitable[Answer]
@@ -85,6 +86,7 @@ class EpisodePolicy:
         self, messages: Sequence[Message] | None, *, tools: Sequence[Tool] | None = None, max_tokens: int | None = None
     ) -> Reply:
         self._check_limits(max_tokens)
+        messages = None if messages is None else normalized(messages)
         conversation = conversation_key(messages, tools)
         continuation, new = self._continuation(messages, conversation, tools)
         self._transcript.add_messages(new, len(continuation.append))

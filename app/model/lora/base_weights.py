@@ -4,7 +4,7 @@ Needs no torch, and reads a few megabytes of a model of any size.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -12,6 +12,7 @@ from pathlib import Path
 from app.config.model import ALL_LINEAR, LoraConfig
 from app.errors import ConfigError, expect
 
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SAMPLE_BYTES = 4096  # of each tensor, from its beginning
 LENGTH_BYTES = 8  # of the header's length, at the beginning of a safetensors file
 LAYERS, WEIGHT = ".layers.", ".weight"
@@ -29,6 +30,31 @@ class StoredTensor:
     dtype: str
     shape: tuple[int, ...]
     sample: bytes
+
+
+def weight_map(path: Path) -> dict[Path, Container[str] | None]:
+    """Return the files with the weights of a model directory, and the tensors that count in each; None: all.
+
+    An index names them, as transformers and engines read it. Other files beside it are stale shards, or the same
+    weights under other names (`consolidated.safetensors` of Mistral's repositories).
+
+    Raises:
+        ConfigError: The index cannot be read, or a file that it names is missing.
+    """
+    index = path / INDEX
+    if not index.is_file():
+        single = path / SINGLE
+        return dict.fromkeys([single] if single.is_file() else sorted(path.glob("*.safetensors")))
+    try:
+        files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        found: dict[Path, Container[str] | None] = {
+            path / file: {name for name, each in files.items() if each == file} for file in sorted({*files.values()})
+        }
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ConfigError("model.path", path, f"a directory whose {INDEX} can be read", str(error)) from error
+    missing = next((file.name for file in found if not file.is_file()), None)
+    expect(missing is None, "model.path", path, f"a directory with all files of its {INDEX}; this one has no {missing}")
+    return found
 
 
 def fingerprint(path: Path) -> str:
@@ -67,8 +93,8 @@ def check_targets(targets: Sequence[str], known: set[str]) -> None:
 
 def _stored(path: Path) -> Iterator[StoredTensor]:
     try:
-        for file in path.glob("*.safetensors"):
-            yield from _in_file(file)
+        for file, names in weight_map(path).items():
+            yield from (tensor for tensor in _in_file(file) if names is None or tensor.name in names)
     except (OSError, ValueError, KeyError) as error:
         accepted = "a directory whose safetensors can be read"
         raise ConfigError("model.path", path, accepted, str(error)) from error

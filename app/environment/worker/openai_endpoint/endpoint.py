@@ -150,7 +150,7 @@ class Endpoint:
         reply = await seat.policy(messages, tools=tools, max_tokens=max_tokens)
         seat.replies += 1
         message = openai_api.chat_message(reply, seat.replies)
-        seat.given.setdefault(message_key(openai_api.read_message(message)), []).append(reply.message)
+        seat.given.setdefault(message_key(openai_api.read_messages([message])[0]), []).append(reply.message)
         return openai_api.chat_answer(message, reply, body.get("model"))
 
     async def _generate(self, seat: Seat, body: Mapping[str, Any]) -> Mapping[str, Any]:

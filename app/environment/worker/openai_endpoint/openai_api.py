@@ -8,6 +8,7 @@ from typing import Any
 
 from app.environment.protocol import EpisodeOver, Message, OutOfTokens, Reply, Sampled, Tool
 from app.environment.worker.conversation import message_key
+from app.utils.chat_messages import WrongMessages, normalized
 
 MODEL = "policy"
 # Clients know an overflow by these words or by its code, and shorten the conversation or end it.
@@ -18,7 +19,7 @@ RUN_KEYS = (  # keys of a request that the run decides
 )
 STATUS = ("status_code", "status", "code")  # where openai and httpx, aiohttp, urllib keep it
 MAX_CHAIN = 20  # of errors
-ROLES = {"developer": "system"} | {role: role for role in ("system", "user", "assistant", "tool")}
+KEPT = ("content", "reasoning_content", "tool_call_id", "tool_calls")  # beside the role
 
 
 class Refusal(Exception):
@@ -80,7 +81,7 @@ def read_chat(
     if not isinstance(messages, list) or not messages:
         raise Refusal("messages must be a list of at least one message.")
 
-    read: list[Message] = [read_message(message) for message in messages]
+    read = read_messages(messages)
     keys = [message_key(message) for message in read]
     for place, key in enumerate(keys):
         if replies := given.get(key):
@@ -225,52 +226,12 @@ def _is_function(tool: object) -> bool:
     return isinstance(function, dict) and isinstance(function.get("name"), str)
 
 
-def read_message(message: object) -> dict[str, Any]:
-    """A message as the policy takes it: text, no null fields, arguments of calls as objects."""
-    role = ROLES.get(str(message.get("role"))) if isinstance(message, dict) else None
-    if role is None or not isinstance(message, dict):
-        raise Refusal(f"Each message needs a role: one of {', '.join(ROLES)}.")
-
-    read: dict[str, Any] = {"role": role, "content": _text_of(message.get("content"))}
-    if role == "tool" and message.get("tool_call_id"):
-        read["tool_call_id"] = str(message["tool_call_id"])
-    if role == "assistant" and message.get("reasoning_content"):
-        read["reasoning_content"] = str(message["reasoning_content"])
-    if role == "assistant" and message.get("tool_calls"):
-        read["tool_calls"] = _read_calls(message["tool_calls"])
-    return read
-
-
-def _text_of(content: object) -> str:
-    """The text of a message's content, which may come in parts."""
-    if content is None or isinstance(content, str):
-        return content or ""
-
-    parts = content if isinstance(content, list) else [content]
-    texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
-    if not all(isinstance(text, str) for text in texts):
-        raise Refusal("Images, audio and files are not supported: the content of a message must be text.")
-    return "".join(map(str, texts))
-
-
-def _read_calls(calls: object) -> list[dict[str, Any]]:
-    if not isinstance(calls, list) or not all(_is_function(call) for call in calls):
-        raise Refusal('tool_calls must be a list of {"id", "type": "function", "function": {"name", "arguments"}}.')
-    return [
-        {
-            "id": str(call.get("id") or ""),
-            "type": "function",
-            "function": {"name": call["function"]["name"], "arguments": _arguments(call["function"].get("arguments"))},
-        }
-        for call in calls
-    ]
-
-
-def _arguments(arguments: object) -> object:
-    """The arguments of a call as an object; what is not JSON stays text."""
-    if not isinstance(arguments, str):
-        return arguments or {}
+def read_messages(messages: Sequence[Any]) -> list[Message]:
+    """Return messages as the policy takes them, without the fields that it does not read."""
     try:
-        return json.loads(arguments)
-    except (ValueError, RecursionError):
-        return arguments
+        read = normalized(messages)
+    except WrongMessages as error:
+        raise Refusal(f"Give {error}.") from None
+    roles = ("system" if each["role"] == "developer" else each["role"] for each in read)
+    kept = ({name: each[name] for name in KEPT if name in each} for each in read)
+    return [{"role": role, **fields} for role, fields in zip(roles, kept, strict=True)]
