@@ -1,15 +1,37 @@
 """Calls of Ray actors: await a reference, and turn Ray's errors into those that end a run."""
 
+import os
 import re
+import shutil
+from pathlib import Path
 from typing import Any
 
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import ActorUnschedulableError, RayActorError, RayTaskError
 
 from app.errors import RunError, one_line
 
 FACT = re.compile(r"(class_name|actor_id|pid|name|namespace|ip|repr): (.*)")
 NODE_ID = re.compile(r"\.? Node Id: \w+")  # the address says more
 GUESSES = re.compile(r"\.? (There are some potential root causes|Some common causes include).*")
+
+
+def ray_logs() -> Path:
+    """Return the folder of the logs of this run's own Ray. It goes with the run's temporary files."""
+    return Path(os.environ.get("RAY_TMPDIR", ""), "ray", "session_latest", "logs")
+
+
+def keep_ray_logs(logs: Path) -> None:
+    """Copy what Ray's processes logged to `ray/` in the run's `logs`."""
+    if ray_logs().is_dir():
+        shutil.copytree(ray_logs(), logs / "ray", dirs_exist_ok=True, ignore=shutil.ignore_patterns("old", "events"))
+
+
+def ray_words() -> str:
+    """Return the end of a sentence about a process that Ray did not start: its last error, which no exception has."""
+    file = ray_logs() / "raylet.err"
+    lines = file.read_text(encoding="utf-8", errors="replace").split("\n") if file.is_file() else []
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    return f"; the last line of logs/ray/{file.name}: {last}" if last else ""
 
 
 async def reply(reference: Any) -> Any:
@@ -39,7 +61,8 @@ def run_error(
     if isinstance(error, RayActorError):
         converted = lost(f"{who} died during {call}: {cause_of_death(error)}")
     else:
-        converted = failed(f"{who} failed during {call}: {type(cause).__name__}: {one_line(cause)}")
+        words = ray_words() if isinstance(cause, ActorUnschedulableError) else ""  # whose process did not start
+        converted = failed(f"{who} failed during {call}: {type(cause).__name__}: {one_line(cause)}{words}")
     converted.__cause__ = error
     return converted
 

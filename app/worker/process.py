@@ -118,7 +118,9 @@ class WorkerProcess:
 
     def _spawn(self, descriptor: int) -> subprocess.Popen[bytes]:
         """Start the process as the leader of a process group, so that `kill` also reaches its children."""
-        environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONUNBUFFERED": "1"}
+        from app.utils.child_environment import for_children  # not in the worker: its interpreter may lack psutil
+
+        environment = {"OMP_NUM_THREADS": "1", **for_children(os.environ), "PYTHONUNBUFFERED": "1"}
         if self._python is None:
             environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
         else:

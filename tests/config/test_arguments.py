@@ -227,7 +227,9 @@ complete -p posttrain | grep -o -e "-F .*"
 
 
 def test_bash_completes_the_installed_command(tmp_path: Path) -> None:
-    (tmp_path / "posttrain").write_text(f"#!{sys.executable}\nfrom app.main import cli\ncli()\n")
+    # pip's form of a script whose interpreter has a space in its path: a shell runs it first
+    start = f"#!/bin/sh\n'''exec' \"{sys.executable}\" \"$0\" \"$@\"\n' '''\n"
+    (tmp_path / "posttrain").write_text(f"{start}from app.main import cli\ncli()\n")
     (tmp_path / "posttrain").chmod(0o755)
     environment = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
