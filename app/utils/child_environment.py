@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-UTF8 = "C.UTF-8"
+UTF8, LOCALE = "C.UTF-8", ("LC_ALL", "LC_CTYPE", "LANG")  # the first one that is set counts
 NO_PROXY = ("no_proxy", "NO_PROXY")  # programs read either, most of them the first one first
 PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 # Where a launcher (torchrun, mpirun, srun) says which of its processes this one is. With TORCHELASTIC_USE_AGENT_STORE
@@ -94,7 +94,7 @@ def is_utf8(environment: Mapping[str, str]) -> bool:
     >>> is_utf8({"LANG": "de_DE.utf8"}), is_utf8({"LANG": "en_US.UTF-8", "LC_ALL": "zh_CN.GB18030"}), is_utf8({})
     (True, False, False)
     """
-    name = next(filter(None, (environment.get(each) for each in ("LC_ALL", "LC_CTYPE", "LANG"))), "")
+    name = next(filter(None, (environment.get(each) for each in LOCALE)), "")
     try:
         return codecs.lookup(name.partition(".")[2].partition("@")[0]).name == "utf-8"
     except LookupError:

@@ -1,10 +1,13 @@
-"""Checks of the machine: shared memory, open files and temporary files, and access to hub, cluster and servers."""
+"""Checks of the machine: shared memory, files, what processes inherit, and access to hub, cluster and servers."""
 
+import os
 import resource
 import shutil
 import socket
+import sys
 import tempfile
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import quote, urlsplit
 from urllib.request import Request, urlopen
@@ -13,6 +16,7 @@ from app.config import RunConfig
 from app.data import rows
 from app.data.records import sources
 from app.mode.finding import CheckStatus, Finding, outcome
+from app.utils.child_environment import LOCALE, home_is_writable, is_utf8, launcher_variables, proxy_variables
 from app.utils.process import SHARED_MEMORY
 from app.utils.units import GIB
 
@@ -40,6 +44,28 @@ def machine() -> Iterator[Finding]:
     used = 1 - usage.free / usage.total
     hint = f"free some space: Ray refuses to spill objects at {FULL_DISK:.0%}"
     yield outcome("temporary files", used < FULL_DISK, f"{folder} is {used:.0%} full", hint, otherwise=CheckStatus.warn)
+
+
+def surroundings() -> Iterator[Finding]:
+    """Check what a run's processes would inherit: locale, home, launcher and proxies. Most of it a run replaces."""
+    locale = next(filter(None, (os.environ.get(name) for name in LOCALE)), "C")
+    hint = "export LC_ALL=C.UTF-8: names of files and settings beyond ASCII may not be found"
+    yield outcome("locale", is_utf8(os.environ), locale, hint, otherwise=CheckStatus.warn)
+
+    message = f"{os.path.expanduser('~')} {'can' if home_is_writable() else 'cannot'} be written"
+    hint = "set HOME to a folder that can be: a run makes one of its own, and compiles its kernels anew"
+    yield outcome("home", home_is_writable(), message, hint, otherwise=CheckStatus.warn)
+
+    if " " in sys.executable:
+        hint = "install on a path without spaces if a kernel does not compile: FlashInfer's builds do not quote paths"
+        yield outcome("interpreter", find_spec("flashinfer") is None, sys.executable, hint, otherwise=CheckStatus.warn)
+    if placed := launcher_variables(os.environ):
+        hint = "start a run once, without torchrun or mpirun: it starts its own ranks"
+        alone = all(os.environ.get(name, "1") == "1" for name in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"))
+        message = f"its processes do not inherit {', '.join(placed)}"
+        yield outcome("launcher", alone, message, hint, otherwise=CheckStatus.warn)
+    if proxies := proxy_variables(os.environ):
+        yield Finding("proxies", f"{', '.join(proxies)}, which the run's own servers are outside of")
 
 
 def reachable(config: RunConfig) -> Iterator[Finding]:
