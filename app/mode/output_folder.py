@@ -26,6 +26,7 @@ from app.checkpoint.run_state import read_state
 from app.cluster.process_reaper import process_reaper
 from app.config import RunConfig
 from app.config.command_line import command, override
+from app.config.compose import absolute_paths
 from app.errors import CheckpointError, ConfigError, RunError, echo
 from app.recovery.resume import NEVER, apply_resume, checkpoint_of, has_checkpoint, holds_run, require_unused
 from app.recovery.run_lock import run_lock
@@ -72,7 +73,7 @@ def save_configuration(composed: DictConfig, folder: Path) -> None:
     replace_file(config / "hydra.yaml", OmegaConf.to_yaml(HydraConfig.instance().cfg))
     replace_file(config / "overrides.yaml", OmegaConf.to_yaml(HydraConfig.get().overrides.task))
     raw, resolved = (OmegaConf.to_container(composed, resolve=resolve, enum_to_str=True) for resolve in (False, True))
-    replace_file(config / "config.yaml", OmegaConf.to_yaml(_without_environment(raw, resolved)))
+    replace_file(config / "config.yaml", OmegaConf.to_yaml(absolute_paths(_without_environment(raw, resolved))))
 
 
 def _without_environment(raw: Any, resolved: Any) -> Any:
