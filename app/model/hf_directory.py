@@ -105,7 +105,7 @@ def stop_ids(path: Path) -> list[int]:
     found: list[Any] = []
     for name in ("generation_config.json", "config.json"):
         file = path / name
-        stops = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
+        stops = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
         found += stops if isinstance(stops, list) else [stops]
     return [*dict.fromkeys(stop for stop in found if isinstance(stop, int))]
 
@@ -125,14 +125,14 @@ def require_window(path: Path, *, tokens: int) -> None:
 
 def _text_config(path: Path) -> dict[str, Any]:
     """Read `config.json`; the fields of a nested text model take precedence."""
-    config = json.loads((path / CONFIG).read_text())
+    config = json.loads((path / CONFIG).read_text(encoding="utf-8"))
     return config | config.get("text_config", {})
 
 
 def _declared_tokenizer(path: Path) -> str | None:
     """Return the declared tokenizer class; None if there is none, or the directory ships its own code."""
     file = path / "tokenizer_config.json"
-    config = json.loads(file.read_text()) if file.is_file() else {}
+    config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     return config.get("tokenizer_class") if "auto_map" not in config else None
 
 
@@ -177,7 +177,7 @@ def require_complete(folder: Path, given: str) -> None:
 def _names_class(file: Path) -> bool:
     """Whether a `config.json` names a model class, without which no engine starts; one that is not JSON fails later."""
     try:
-        return bool(json.loads(file.read_text()).get("architectures"))
+        return bool(json.loads(file.read_text(encoding="utf-8")).get("architectures"))
     except (ValueError, AttributeError):
         return True
 

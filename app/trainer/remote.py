@@ -162,7 +162,7 @@ class RemoteTrainer:
                 self._broken = f"since trainer rank {late} did not finish {name} in time"
             stacks = await self.stacks()
             with contextlib.suppress(OSError):  # a full disk must not hide the error below
-                (self.logs / "stacks.log").write_text(stacks)
+                (self.logs / "stacks.log").write_text(stacks, encoding="utf-8")
             raise TrainerError(
                 f"trainer rank {late} did not finish {name} within trainer.timeout_s={self.timeout_s:.0f} s; "
                 f"stacks: {self.logs / 'stacks.log'}"
