@@ -29,7 +29,7 @@ from pathlib import Path
 
 import psutil
 
-from app.utils.child_environment import apply, changes, home_is_writable, make_home
+from app.utils.child_environment import for_children, home_is_writable, make_home, replace_environment
 from app.utils.process import MARK, SHARED_MEMORY, module_command, package_path, run_prefix
 
 MARK_BYTES = 4
@@ -51,7 +51,7 @@ def process_reaper() -> Iterator[None]:
     The block has a folder for temporary files of its own.
     """
     with ExitStack() as stack:
-        stack.enter_context(_environment({**changes(os.environ), **_run_variables(secrets.token_hex(MARK_BYTES))}))
+        stack.enter_context(_environment(_run_variables(secrets.token_hex(MARK_BYTES))))
         environment = {**os.environ, "PYTHONPATH": package_path(os.environ.get("PYTHONPATH"))}
         reaper = subprocess.Popen(
             module_command(__name__), env=environment, stdin=subprocess.PIPE, start_new_session=True
@@ -65,46 +65,42 @@ def process_reaper() -> Iterator[None]:
                 reaper.wait(ROUNDS * PAUSE_S + CLEANUP_TIMEOUT_S)
 
 
-def _run_variables(mark: str) -> dict[str, str | None]:
+def _run_variables(mark: str) -> dict[str, str]:
     """Make the folders of a run's temporary files. Returns what its processes inherit: its mark, and these places."""
     parent = tempfile.gettempdir()
-    folders = {
-        variable: _temporary_folder(os.environ.get(variable, parent), f"posttrain-{mark}")
-        for variable in (TEMPORARY, RAY_TEMPORARY)
-    }
-    variables = {MARK: mark, **folders}
+    names = (TEMPORARY, RAY_TEMPORARY)
+    variables = {name: _temporary_folder(os.environ.get(name, parent), f"posttrain-{mark}") for name in names}
     home = Path("~").expanduser()
     if not home_is_writable():
-        home = Path(folders[TEMPORARY]) / "home"
+        home = Path(variables[TEMPORARY], "home")
         make_home(home)
         variables["HOME"] = str(home)
-    return {**variables, COMPILED: os.environ.get(COMPILED, str(home / COMPILED_DEFAULT))}
+    return {**variables, MARK: mark, COMPILED: os.environ.get(COMPILED, str(home / COMPILED_DEFAULT))}
 
 
 def _temporary_folder(parent: str, name: str) -> str:
     """Make a folder in `parent` and return a path to it that is short enough for sockets: a link, if need be."""
-    folder = Path(parent) / name
+    folder = Path(parent, name)
     folder.mkdir(mode=0o700, exist_ok=True)
     short = next((place for place in SHORT if os.access(place, os.W_OK | os.X_OK)), parent)
     if len(os.fsencode(parent)) <= RAY_PARENT_BYTES or short == parent:
         return str(folder)
 
-    link = Path(short) / name
-    if not link.exists():  # of the other variable
-        link.symlink_to(folder)
-    return str(link)
+    with suppress(FileExistsError):  # of the other variable
+        Path(short, name).symlink_to(folder)
+    return os.path.join(short, name)
 
 
 @contextmanager
-def _environment(variables: Mapping[str, str | None]) -> Iterator[None]:
-    """Set environment variables in the block."""
-    before = {name: os.environ.get(name) for name in variables}
-    apply(os.environ, variables)
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Have the environment of a run with these variables in the block."""
+    before = dict(os.environ)
+    replace_environment({**for_children(before), **variables})
     tempfile.tempdir = None  # read from the environment again
     try:
         yield
     finally:
-        apply(os.environ, before)
+        replace_environment(before)
         tempfile.tempdir = None
 
 

@@ -171,7 +171,7 @@ def _checked_override(word: str) -> str:
         if declared and declared.accepted.endswith("text") and _is_readable(quoted):
             return quoted
         # Hydra 1.3 reads letters beyond ASCII between quotes only, also where they are in a list
-        worded = f"{word.partition('=')[0]}={BEYOND_ASCII.sub(_in_quotes, value)}"
+        worded = word.removesuffix(value) + BEYOND_ASCII.sub(r'"\g<0>"', value)
         if worded != word and (declared or "." in key) and _is_readable(worded):
             return worded
         raise _unreadable(word, str(error)) from None
@@ -179,10 +179,6 @@ def _checked_override(word: str) -> str:
     if key in (*GROUPS, "sweep") and not word.startswith("~") and not parsed.is_sweep_override():
         _check_choice(key, value, parsed.value())
     return word
-
-
-def _in_quotes(found: re.Match[str]) -> str:
-    return f'"{found[0]}"'
 
 
 def _check_choice(group: str, text: str, value: object) -> None:

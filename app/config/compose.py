@@ -115,12 +115,7 @@ def resolve(composed: DictConfig) -> RunConfig:
 
 
 def absolute_paths(settings: Any, name: str = "") -> Any:
-    """Return settings with the absolute paths of files and folders that are there, from another folder the same ones.
-
-    Args:
-        settings: As plain values.
-        name: Of the setting, whose last word says whether its text is a path.
-    """
+    """Return plain values of settings with the files and folders that are there by their absolute paths."""
     if isinstance(settings, dict):
         return {key: absolute_paths(value, str(key)) for key, value in settings.items()}
     if isinstance(settings, list):

@@ -34,7 +34,7 @@ from app.device.torchvision_shim import define_operators
 from app.errors import TrainerError
 from app.trainer.profile import FOLDER, StepProfiler
 from app.types import MemoryUse, ScoredGroup, StepReport, TokenSequence, TrainerMemory
-from app.utils.child_environment import apply, changes
+from app.utils.child_environment import for_children, replace_environment
 from app.utils.net import listen
 from app.utils.process import log_to, memory_use
 
@@ -107,7 +107,7 @@ class TrainerRank:
         log_to(spec.logs / f"trainer_{rank}.log")
         # Not as Ray's `env_vars`: Ray 2.60 starts such workers by `bash -c` and does not quote the interpreter, so that
         # none starts where its path has a space ("worker startup repeatedly failed").
-        apply(os.environ, {**changes(os.environ), **spec.environment})
+        replace_environment({**for_children(os.environ), **spec.environment})
         self.spec = spec
         self.rank = rank
         self.device = device_of(spec.device)

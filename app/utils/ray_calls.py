@@ -15,23 +15,21 @@ NODE_ID = re.compile(r"\.? Node Id: \w+")  # the address says more
 GUESSES = re.compile(r"\.? (There are some potential root causes|Some common causes include).*")
 
 
-def ray_logs() -> Path:
-    """Return the folder of the logs of this run's own Ray. It goes with the run's temporary files."""
-    return Path(os.environ.get("RAY_TMPDIR", ""), "ray", "session_latest", "logs")
-
-
 def keep_ray_logs(logs: Path) -> None:
-    """Copy what Ray's processes logged to `ray/` in the run's `logs`."""
-    if ray_logs().is_dir():
-        shutil.copytree(ray_logs(), logs / "ray", dirs_exist_ok=True, ignore=shutil.ignore_patterns("old", "events"))
+    """Copy what this run's own Ray logged, which goes with its temporary files, to `ray/` in the run's `logs`."""
+    if _ray_logs().is_dir():
+        shutil.copytree(_ray_logs(), logs / "ray", dirs_exist_ok=True)
 
 
 def ray_words() -> str:
     """Return the end of a sentence about a process that Ray did not start: its last error, which no exception has."""
-    file = ray_logs() / "raylet.err"
-    lines = file.read_text(encoding="utf-8", errors="replace").split("\n") if file.is_file() else []
-    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
-    return f"; the last line of logs/ray/{file.name}: {last}" if last else ""
+    errors = _ray_logs() / "raylet.err"
+    text = errors.read_text(encoding="utf-8", errors="replace").strip() if errors.is_file() else ""
+    return f"; the last line of logs/ray/{errors.name}: {text.splitlines()[-1]}" if text else ""
+
+
+def _ray_logs() -> Path:
+    return Path(os.environ.get("RAY_TMPDIR", ""), "ray", "session_latest", "logs")
 
 
 async def reply(reference: Any) -> Any:

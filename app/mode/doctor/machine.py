@@ -16,7 +16,7 @@ from app.config import RunConfig
 from app.data import rows
 from app.data.records import sources
 from app.mode.finding import CheckStatus, Finding, outcome
-from app.utils.child_environment import LOCALE, home_is_writable, is_utf8, launcher_variables, proxy_variables
+from app.utils.child_environment import LAUNCHER, encoding, home_is_writable
 from app.utils.process import SHARED_MEMORY
 from app.utils.units import GIB
 
@@ -25,6 +25,7 @@ SHARED_GIB_WARN = 2.0
 OPEN_FILES_WARN = 4096
 FULL_DISK = 0.95  # Ray stops spilling objects there
 REACH_TIMEOUT_S = 10.0
+PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 
 
 def machine() -> Iterator[Finding]:
@@ -47,25 +48,21 @@ def machine() -> Iterator[Finding]:
 
 
 def surroundings() -> Iterator[Finding]:
-    """Check what a run's processes would inherit: locale, home, launcher and proxies. Most of it a run replaces."""
-    locale = next(filter(None, (os.environ.get(name) for name in LOCALE)), "C")
+    """Check what a run's processes would inherit, most of which a run replaces."""
     hint = "export LC_ALL=C.UTF-8: names of files and settings beyond ASCII may not be found"
-    yield outcome("locale", is_utf8(os.environ), locale, hint, otherwise=CheckStatus.warn)
-
-    message = f"{os.path.expanduser('~')} {'can' if home_is_writable() else 'cannot'} be written"
-    hint = "set HOME to a folder that can be: a run makes one of its own, and compiles its kernels anew"
-    yield outcome("home", home_is_writable(), message, hint, otherwise=CheckStatus.warn)
-
+    locale = encoding(os.environ)
+    yield outcome("locale", "utf8" in locale, locale, hint, otherwise=CheckStatus.warn)
+    hint = "set HOME to a folder that can be written: else each run has one of its own and compiles its kernels anew"
+    yield outcome("home", home_is_writable(), os.path.expanduser("~"), hint, otherwise=CheckStatus.warn)
     if " " in sys.executable:
-        hint = "install on a path without spaces if a kernel does not compile: FlashInfer's builds do not quote paths"
+        hint = "if kernels do not compile, install on a path without spaces: FlashInfer's builds do not quote it"
         yield outcome("interpreter", find_spec("flashinfer") is None, sys.executable, hint, otherwise=CheckStatus.warn)
-    if placed := launcher_variables(os.environ):
+    if placed := sorted(filter(LAUNCHER.fullmatch, os.environ)):
         hint = "start a run once, without torchrun or mpirun: it starts its own ranks"
         alone = all(os.environ.get(name, "1") == "1" for name in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"))
-        message = f"its processes do not inherit {', '.join(placed)}"
-        yield outcome("launcher", alone, message, hint, otherwise=CheckStatus.warn)
-    if proxies := proxy_variables(os.environ):
-        yield Finding("proxies", f"{', '.join(proxies)}, which the run's own servers are outside of")
+        yield outcome("launcher", alone, f"not inherited: {', '.join(placed)}", hint, otherwise=CheckStatus.warn)
+    if proxies := sorted(name for name in os.environ if name.lower() in PROXIES):
+        yield Finding("proxies", f"{', '.join(proxies)}; a run's own servers are outside of them")
 
 
 def reachable(config: RunConfig) -> Iterator[Finding]:
