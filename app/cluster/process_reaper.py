@@ -67,15 +67,16 @@ def process_reaper() -> Iterator[None]:
 
 def _run_variables(mark: str) -> dict[str, str]:
     """Make the folders of a run's temporary files. Returns what its processes inherit: its mark, and these places."""
-    parent = tempfile.gettempdir()
-    names = (TEMPORARY, RAY_TEMPORARY)
-    variables = {name: _temporary_folder(os.environ.get(name, parent), f"posttrain-{mark}") for name in names}
+    folder = _temporary_folder(tempfile.gettempdir(), f"posttrain-{mark}")
+    given = os.environ.get(RAY_TEMPORARY)
+    ray_folder = folder if given is None else _temporary_folder(given, f"ray-{mark}")
+    variables = {MARK: mark, TEMPORARY: folder, RAY_TEMPORARY: ray_folder}
     home = Path("~").expanduser()
     if not home_is_writable():
-        home = Path(variables[TEMPORARY], "home")
+        home = Path(folder, "home")
         make_home(home)
         variables["HOME"] = str(home)
-    return {**variables, MARK: mark, COMPILED: os.environ.get(COMPILED, str(home / COMPILED_DEFAULT))}
+    return {**variables, COMPILED: os.environ.get(COMPILED, str(home / COMPILED_DEFAULT))}
 
 
 def _temporary_folder(parent: str, name: str) -> str:
@@ -86,9 +87,9 @@ def _temporary_folder(parent: str, name: str) -> str:
     if len(os.fsencode(parent)) <= RAY_PARENT_BYTES or short == parent:
         return str(folder)
 
-    with suppress(FileExistsError):  # of the other variable
-        Path(short, name).symlink_to(folder)
-    return os.path.join(short, name)
+    link = Path(short, name)
+    link.symlink_to(folder)
+    return str(link)
 
 
 @contextmanager

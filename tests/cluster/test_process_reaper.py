@@ -121,7 +121,7 @@ def test_names_in_shared_memory_have_the_mark_of_the_run(monkeypatch: pytest.Mon
     assert not (SHARED_MEMORY / name).exists()
 
 
-@pytest.mark.parametrize("ray", [None, "given"])
+@pytest.mark.parametrize("ray", [None, "given", "r" * 60])
 def test_a_run_has_temporary_folders_whose_paths_are_short_enough_for_sockets(
     ray: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,6 +139,7 @@ def test_a_run_has_temporary_folders_whose_paths_are_short_enough_for_sockets(
         inside = [Path(os.environ[name]) for name in ("TMPDIR", "RAY_TMPDIR")]
         assert Path(tempfile.gettempdir()) == inside[0]
         assert inside[0].resolve().parent == long
+        assert inside[1].resolve().parent == (tmp_path / ray if ray else long)
         assert max(len(str(each)) for each in inside) <= 37
         assert {path.stat().st_mode & 0o777 for path in inside} == {0o700}
         with socket.socket(socket.AF_UNIX) as listener:
@@ -146,6 +147,7 @@ def test_a_run_has_temporary_folders_whose_paths_are_short_enough_for_sockets(
     assert dict(os.environ) == before
     assert not any(os.path.lexists(path) for path in inside)
     assert list(long.iterdir()) == []
+    assert ray is None or list((tmp_path / ray).iterdir()) == []
 
 
 def test_in_a_home_that_is_read_only_a_run_has_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
