@@ -1,6 +1,8 @@
 """The hosts of engines and their seeds; the environment of trainer ranks."""
 
 import asyncio
+import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,7 @@ import pytest
 import ray
 from ray.util.placement_group import remove_placement_group
 
-from app.cluster.actors import EngineFactory, allocator_environment, engine_threads
+from app.cluster.actors import EngineFactory, allocator_environment, engine_threads, make_trainer
 from app.cluster.placement_group import reserve
 from app.device import device_of
 from tests.compose import composed
@@ -39,6 +41,20 @@ def seed_of_next(factory: EngineFactory, index: int) -> object:
 
 def _seed(host: Any) -> object:
     return host.spec.server.flags["random-seed"]
+
+
+def test_a_rank_sets_its_variables_before_torch_is_imported(factory: EngineFactory, tmp_path: Path) -> None:
+    trainer = make_trainer(factory.config, factory.device, tmp_path, tmp_path, factory.placement)
+    (rank,) = trainer.ranks
+    variables, imported = ray.get(rank.__ray_call__.remote(_variables_and_torch), timeout=120)
+    ray.kill(rank)
+    assert not imported
+    assert factory.device.trainer_env.items() <= variables.items()
+    assert variables["PYTHONUTF8"] == "1"
+
+
+def _variables_and_torch(_: Any) -> tuple[dict[str, str], bool]:
+    return dict(os.environ), "torch" in sys.modules
 
 
 def test_buffers_that_engines_map_are_not_in_expandable_segments(monkeypatch: pytest.MonkeyPatch) -> None:
