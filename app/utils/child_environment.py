@@ -16,7 +16,7 @@ import psutil
 # an engine waits for a store that nobody serves (torch 2.13); SGLang reads LOCAL_RANK and MASTER_ADDR, accelerate and
 # mpi4py those of MPI. The rest of Slurm's (SLURM_JOB_ID, SLURM_TMPDIR) is about the job, and stays.
 LAUNCHER = re.compile(
-    r"(TORCHELASTIC|OMPI|PMI|PMIX|MPI|MV2|I_MPI)_.*|GROUP_RANK|ROLE_(RANK|NAME|WORLD_SIZE)|MASTER_(ADDR|PORT)"
+    r"(TORCHELASTIC|OMPI|PMI|PMIX|MV2_COMM_WORLD)_.*|MPI_LOCALN?RANK.*|GROUP_RANK|ROLE_(RANK|NAME|WORLD_SIZE)|MASTER_(ADDR|PORT)"
     r"|(LOCAL_|GROUP_)?WORLD_SIZE|(LOCAL_)?RANK|SLURM_(PROCID|LOCALID|NODEID|NTASKS|NPROCS|GTIDS|STEP_.*|SRUN_COMM_.*)"
 )
 HOME_FOLDERS = (".cache", ".config", ".ray", ".triton", ".tilelang", ".nv")  # that libraries of a run write to
@@ -26,6 +26,7 @@ def for_children(inherited: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a process that inherits `inherited`. For the result it is the same one."""
     addresses = [each for of_interface in psutil.net_if_addrs().values() for each in of_interface]
     own = [each.address for each in addresses if each.family in (socket.AF_INET, socket.AF_INET6)]
+    own = [each for each in own if "%" not in each]  # no URL of httpx 0.28 may have the interface in it: fe80::1%eth0
     given = re.split(r"[\s,]+", f"{inherited.get('no_proxy', '')},{inherited.get('NO_PROXY', '')}")
     outside = dict.fromkeys(filter(None, [*given, "localhost", "127.0.0.1", "::1", socket.gethostname(), *own]))
     no_proxy = "*" if "*" in outside else ",".join(outside)  # Python's urllib knows * alone, and not in a list

@@ -14,6 +14,7 @@ import psutil
 import pytest
 import torch
 
+from app.cluster import process_reaper as module
 from app.cluster.process_reaper import process_reaper
 from app.utils.process import SHARED_MEMORY, run_prefix
 from app.weight_sync.transport.ipc_payload import allocate_shared, shared_memory_name
@@ -150,7 +151,26 @@ def test_a_run_has_temporary_folders_whose_paths_are_short_enough_for_sockets(
     assert ray is None or list((tmp_path / ray).iterdir()) == []
 
 
-def test_in_a_home_that_is_read_only_a_run_has_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_in_a_read_only_home_is_still_there_after_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = [
+        tmp_path / "notes" / "a.txt",
+        tmp_path / ".ray" / "auth_token",
+        tmp_path / ".cache" / "huggingface" / "hub",
+    ]
+    for file in files:
+        file.parent.mkdir(parents=True)
+        file.touch()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(module, "home_is_writable", lambda: False)
+    with process_reaper():
+        assert Path.home() != tmp_path
+        assert (Path.home() / "notes" / "a.txt").exists()
+    assert all(file.exists() for file in files)
+
+
+def test_in_a_home_that_is_missing_a_run_has_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "missing"))
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     with process_reaper():

@@ -23,9 +23,16 @@ LAUNCHERS = {
     "PMIX_RANK": "3",
     "MPI_LOCALRANKID": "3",
     "SLURM_PROCID": "3",
+    "MV2_COMM_WORLD_RANK": "3",
     "SLURM_STEP_ID": "0",
 }
-OF_THE_JOB = {"SLURM_JOB_ID": "7", "SLURM_TMPDIR": "/scratch/7", "CUDA_VISIBLE_DEVICES": "2", "WANDB_API_KEY": "k"}
+OF_THE_JOB = {
+    "SLURM_JOB_ID": "7",
+    "MPI_HOME": "/opt/mpi",
+    "SLURM_TMPDIR": "/scratch/7",
+    "CUDA_VISIBLE_DEVICES": "2",
+    "WANDB_API_KEY": "k",
+}
 
 
 def test_a_launchers_place_of_a_process_is_not_inherited_and_the_job_is() -> None:
@@ -47,7 +54,8 @@ def test_this_machine_is_outside_of_proxies(present: dict[str, str], monkeypatch
     made = for_children({**present, "http_proxy": "http://127.0.0.1:9"})
     for name in ("no_proxy", "NO_PROXY", "http_proxy"):
         monkeypatch.setenv(name, made[name])
-    requests = pytest.importorskip("requests.utils")
+    requests, httpx = pytest.importorskip("requests.utils"), pytest.importorskip("httpx")
+    httpx.Client().close()  # reads all entries
     own = {
         each.address for of_one in psutil.net_if_addrs().values() for each in of_one if each.family.name == "AF_INET"
     }
