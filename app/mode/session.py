@@ -155,7 +155,7 @@ async def start_rollout_workers(
             await scorer.start()
 
         recorder.status("starting Ray")
-        stack.push(lambda failure, *_: keep_ray_logs(folder / "logs") if failure else None)
+        stack.push(partial(keep_ray_logs, folder / "logs"))
         stack.callback(ray.shutdown)
         await connect(config, device)
         device_placement = await reserve(config, device)

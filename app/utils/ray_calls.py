@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,11 @@ NODE_ID = re.compile(r"\.? Node Id: \w+")  # the address says more
 GUESSES = re.compile(r"\.? (There are some potential root causes|Some common causes include).*")
 
 
-def keep_ray_logs(logs: Path) -> None:
-    """Copy what this run's own Ray logged, which goes with its temporary files, to `ray/` in the run's `logs`."""
-    if _ray_logs().is_dir():
-        shutil.copytree(_ray_logs(), logs / "ray", dirs_exist_ok=True)
+def keep_ray_logs(logs: Path, failure: type[BaseException] | None, *_: object) -> None:
+    """At a failure copy what this run's own Ray logged to `ray/` in `logs`: it goes with the run's temporary files."""
+    if failure is not None and issubclass(failure, Exception) and _ray_logs().is_dir():
+        with suppress(OSError):  # a full disk must not hide the failure
+            shutil.copytree(_ray_logs(), logs / "ray", dirs_exist_ok=True)
 
 
 def ray_words() -> str:

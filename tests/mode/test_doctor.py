@@ -221,6 +221,8 @@ def test_what_a_run_would_inherit_has_a_line(
     given: dict[str, str], subject: str, status: CheckStatus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "environ", {**SURROUNDINGS, "HOME": str(tmp_path), **given})
+    names = "gb18030" if "LC_ALL" in given else "utf-8"
+    monkeypatch.setattr(doctor_machine.sys, "getfilesystemencoding", lambda: names)
     assert of(doctor_machine.surroundings(), subject).status is status
 
 

@@ -1,5 +1,6 @@
 """Errors of actor calls, and where and why an actor died, from messages of Ray 2.60."""
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -83,5 +84,8 @@ def test_a_process_that_ray_could_not_start_is_reported_with_rays_own_words(
     (tmp_path / "ray" / "session_latest").symlink_to("session_1")
     error = run_error(unstarted, "trainer rank 0", "start", failed=EngineError, lost=EngineLost)
     assert str(error).endswith(f"logs/ray/raylet.err: {BASH}")
-    keep_ray_logs(tmp_path / "logs")
+    keep_ray_logs(tmp_path / "logs", None)
+    keep_ray_logs(tmp_path / "logs", asyncio.CancelledError)
+    assert not (tmp_path / "logs").exists()
+    keep_ray_logs(tmp_path / "logs", EngineError)
     assert (tmp_path / "logs" / "ray" / "raylet.err").read_text().splitlines()[1] == BASH

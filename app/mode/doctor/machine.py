@@ -50,8 +50,8 @@ def machine() -> Iterator[Finding]:
 def surroundings() -> Iterator[Finding]:
     """Check what a run's processes would inherit, most of which a run replaces."""
     hint = "export LC_ALL=C.UTF-8: names of files and settings beyond ASCII may not be found"
-    locale = encoding(os.environ)
-    yield outcome("locale", "utf8" in locale, locale, hint, otherwise=CheckStatus.warn)
+    names = sys.getfilesystemencoding()  # Python has UTF-8 in the C locale, too
+    yield outcome("locale", names == "utf-8", f"{encoding(os.environ)}, {names}", hint, otherwise=CheckStatus.warn)
     hint = "set HOME to a folder that can be written: else each run has one of its own and compiles its kernels anew"
     yield outcome("home", home_is_writable(), os.path.expanduser("~"), hint, otherwise=CheckStatus.warn)
     if " " in sys.executable:
