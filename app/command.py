@@ -75,7 +75,7 @@ def _run_command(arguments: Sequence[str], report: Path) -> int:
     search_path = os.pathsep.join(os.path.abspath(path) for path in sys.path)
     process = subprocess.Popen(
         [*module_command(__name__), *arguments],
-        env={**os.environ, "PYTHONPATH": search_path, REPORT_VARIABLE: str(report)},
+        env={**os.environ, "PYTHONIOENCODING": "utf-8", "PYTHONPATH": search_path, REPORT_VARIABLE: str(report)},
         stdin=subprocess.PIPE,  # never written to: it closes when this process ends
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

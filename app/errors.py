@@ -10,7 +10,7 @@
 
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import Enum
 from typing import Any
 
@@ -137,4 +137,5 @@ def exit_code(error: Exception) -> int:
 
 def echo(message: Exception | str) -> None:
     """Write one line to stderr."""
-    sys.stderr.write(f"{message}\n")
+    with suppress(BrokenPipeError):  # `2>&1 | head`: the exit code still says it
+        sys.stderr.write(f"{message}\n")

@@ -4,6 +4,7 @@ An invalid configuration ends with one sentence on stderr and exit code 2, befor
 the codes). With HYDRA_FULL_ERROR=1 in the environment every error keeps its traceback.
 """
 
+import io
 import math
 import os
 import shutil
@@ -155,6 +156,8 @@ def cli() -> None:
         sys.stdout.write("\n".join(completions) + "\n")
         return
 
+    if isinstance(sys.stdout, io.TextIOWrapper):  # in a locale without "→" that character becomes "?", not an error
+        sys.stdout.reconfigure(errors="replace")
     os.environ.setdefault(FULL_ERROR, "1")  # Hydra then raises composition errors instead of printing them
     try:
         sys.argv[1:] = with_preset(check_arguments(sys.argv[1:]))

@@ -41,6 +41,19 @@ compose() {
     fail "the plan of these settings names no devices: $*"
 }
 
+# Set `paths`, those that the settings name as they compose, one setting=path a line: local_paths IMAGE data.path=rows.jsonl
+# A machine that has only Docker composes in the image.
+# shellcheck disable=SC2034 # read by the scripts
+local_paths() {
+  local image=$1
+  shift
+  if [ -z "$image" ] || "$python" -c 'import hydra, yaml' 2> /dev/null; then
+    paths=$("$python" launch/local_paths.py "$@") || exit 2
+  else
+    paths=$("${DOCKER:-docker}" run --rm -i --entrypoint python "$image" - "$@" < launch/local_paths.py) || exit 2
+  fi
+}
+
 # Export what Ray's processes need on a node: node_environment npu
 node_environment() {
   source launch/toolkit.sh

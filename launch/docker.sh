@@ -2,7 +2,8 @@
 # Run the image on one node, with devices, shared memory, mounts, and the keys of trackers and hubs.
 #   bash launch/docker.sh [--dry-run] [--image NAME] [--models DIR] [--mount DIR] [--code DIR] cuda|npu [group=choice] [key=value]
 #   bash launch/docker.sh npu device=npu placement=fully_async model=qwen35_9b model.path=/data/models/Qwen3.5-9B
-# Files and folders that settings named ...path= give are mounted, read-only, at the same place.
+# Files and folders that the settings name, as they compose, are mounted, read-only, at the same place. PYTHON is the
+# interpreter that composes (default: the checkout's .venv, else python3, else that of the image).
 # --mount DIR mounts a folder at the same place, for reading and writing, such as that of hydra.run.dir; --code DIR does so
 # read-only and puts it on Python's path: your rewards, environments and data functions. --models DIR is /models. All but
 # --image may be repeated.
@@ -18,7 +19,8 @@ image='' code='' mounts=() writable=(/workspace/outputs)
 # Mount a path of the caller at another place or, without one, at its own, and set `from` to it: mount PATH [PLACE] [ro]
 mount() {
   from=$(cd "$caller" && realpath -e -- "$1" 2> /dev/null) || fail "'$1' is not here"
-  mounts+=(-v "$from:${2:-$from}${3:+:$3}")
+  local volume=$from:${2:-$from}${3:+:$3}
+  case " ${mounts[*]-} " in *" -v $volume "*) ;; *) mounts+=(-v "$volume") ;; esac # Docker refuses a place that is named twice
 }
 while [ $# -gt 0 ]; do
   case $1 in
@@ -68,7 +70,6 @@ for cache in "${caches[@]}"; do
 done
 options+=(-v "${HF_HOME:-$HOME/.cache/huggingface}:/root/.cache/huggingface" -e TORCHINDUCTOR_CACHE_DIR=/root/.cache/inductor)
 
-# A path that is not here can only be one of an image of the user's own.
 for setting in "$@"; do
   path=${setting#*=}
   case $setting in
@@ -80,15 +81,23 @@ for setting in "$@"; do
         options+=(-e "POSTTRAIN_OUTPUTS=${path%%/checkpoints/*}")
       fi
       ;;
-    *path=/models/* | *path=/workspace/*) ;;
-    *path=/*)
+  esac
+done
+find_python
+local_paths "${image:-hydra-posttrain:$kind}" "$@"
+while IFS= read -r setting; do
+  path=${setting#*=}
+  case $setting in
+    resume=* | *=/models/* | *=/workspace/*) ;;
+    *path=/*) # one that is not here can only be of an image of the user's own
       if [ -e "$path" ] || [ -z "$image" ]; then mount "$path" "$path" ro; fi
       ;;
-    *path=*) # a hub's id, the name of a field, or a file of the caller
+    *=/*) [ ! -e "$path" ] || mount "$path" "$path" ro ;;
+    *path=?*) # a hub's id, or a file of the caller
       [ ! -e "$caller/$path" ] || mount "$path" "$(realpath -m "/workspace/$path")" ro
       ;;
   esac
-done
+done <<< "$paths"
 
 for file in .netrc clearml.conf; do
   [ ! -f "$HOME/$file" ] || options+=(-v "$HOME/$file:/root/$file:ro")

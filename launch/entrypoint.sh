@@ -4,4 +4,7 @@
 set -eo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/toolkit.sh"
 ulimit -n "$(ulimit -Hn)"
-exec python -m app "$@"
+# PYTHON, else that of the checkout's .venv, else that of the image
+python=${PYTHON:-$(dirname "${BASH_SOURCE[0]}")/../.venv/bin/python}
+if [ -z "${PYTHON-}" ] && [ ! -x "$python" ]; then python=python; fi
+exec "$python" -m app "$@"

@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
 # KubeRay: apply the job of launch/kubernetes/ with the settings, devices and nodes of a run.
-#   bash launch/kubernetes.sh [--dry-run] [--name NAME] [--image IMAGE] [--claim CLAIM] [--secret SECRET] experiment=cuda8_fully_async_9b
+#   bash launch/kubernetes.sh [--dry-run] [--name NAME] [--image IMAGE] [--claim CLAIM] [--secret SECRET] [--node DIR] experiment=...
 # --dry-run prints the manifest. The run is named and kept in /storage/outputs/NAME of the volume claim; applied again under
 # the same name, it continues. SECRET holds what the run may need of HF_TOKEN, WANDB_API_KEY, CLEARML_API_*, HTTPS_PROXY, ...
+# What settings name is in the claim, or in a folder that all nodes have: --node DIR mounts it, read-only, at the same place.
 # DEVICES is the number per node (8), CPUS and MEMORY are those of a node (64, 512Gi), RESOURCE is the name that the device
 # plugin gives to its devices. PYTHON is the interpreter that composes (default: the checkout's .venv, else python3).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/common.sh
-name='' image='' claim=posttrain-storage secret=posttrain-secrets
+folders=() name='' image='' claim=posttrain-storage secret=posttrain-secrets
 while [ $# -gt 0 ]; do
   case $1 in
     --help) usage; exit 0 ;;
@@ -16,6 +17,7 @@ while [ $# -gt 0 ]; do
     --name) name=${2-}; shift 2 ;;
     --image) image=${2-}; shift 2 ;;
     --claim) claim=${2-}; shift 2 ;;
+    --node) folders+=("$(realpath -m -- "${2-}")"); shift 2 ;;
     --secret) secret=${2-}; shift 2 ;;
     --*) fail "$1 is not an option; --help shows them" ;;
     *) break ;;
@@ -23,6 +25,16 @@ while [ $# -gt 0 ]; do
 done
 find_python
 compose "${@/#model.path=\/*/model.path=on/the-volume}" # which this machine does not have
+local_paths '' "$@"
+while IFS= read -r setting; do
+  reached=false
+  for folder in /storage /workspace "${folders[@]}"; do
+    case ${setting#*=}/ in "$folder"/*) reached=true ;; esac
+  done
+  case $setting in
+    *path=/*) $reached || fail "$setting is in no pod: give a path in /storage, the volume claim, or --node a folder of it" ;;
+  esac
+done <<< "$paths"
 [ -f "launch/kubernetes/rayjob_$device.yaml" ] || fail "device=$device has no job here: give cuda or npu"
 
 # All nodes are alike: the first is Ray's head, the others its workers.
@@ -44,6 +56,14 @@ replace "memory: 512Gi" "memory: ${MEMORY:-512Gi}"
 replace "hydra-posttrain:$device" "${image:-hydra-posttrain:$device}"
 replace posttrain-storage "$claim"
 replace posttrain-secrets "$secret"
+number=0
+for folder in "${folders[@]}"; do
+  number=$((number + 1))
+  replace '- {name: shared-memory, mountPath' "- {name: node-$number, mountPath: \"$folder\", readOnly: true}
+                - {name: shared-memory, mountPath"
+  replace '            # shared memory between' "            - {name: node-$number, hostPath: {path: \"$folder\"}}
+            # shared memory between"
+done
 [ -z "${RESOURCE-}" ] || replace huawei.com/Ascend910 "$RESOURCE"
 replace "experiment=${device}8_fully_async_9b" "$(printf '%q ' "$@")"
 if $dry_run; then

@@ -23,10 +23,10 @@ def main() -> None:
     assert spec is not None
     assert spec.origin is not None
     file = Path(spec.origin).with_name("extension.py")
-    text = file.read_text()
+    text = file.read_text(encoding="utf-8")
     if DECLARATION not in text:
         changed = file.with_suffix(".new")
-        changed.write_text(text + DECLARATION)
+        changed.write_text(text + DECLARATION, encoding="utf-8")
         os.replace(changed, file)  # other environments may link to the old one
 
 

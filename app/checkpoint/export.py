@@ -113,9 +113,11 @@ def export_checkpoint(checkpoint: Path, source: Path, out: Path) -> Path:
     try:
         files.remove(unfinished)
         _write(checkpoint, source, out.parent, lora_of(state), unfinished)
-        (unfinished / CARD).write_text(model_card(out.parent, source, state.step))
+        (unfinished / CARD).write_text(model_card(out.parent, source, state.step), encoding="utf-8")
         if (unfinished / ADAPTER).is_dir():
-            (unfinished / ADAPTER / CARD).write_text(model_card(out.parent, source, state.step, adapter=True))
+            (unfinished / ADAPTER / CARD).write_text(
+                model_card(out.parent, source, state.step, adapter=True), encoding="utf-8"
+            )
         if template is not None:
             (unfinished / CHAT_TEMPLATE).write_text(template, encoding="utf-8")
         if out.exists():

@@ -111,7 +111,7 @@ def _existing(pointer: Path) -> Path | None:
 def _named_by(pointer: Path) -> Path | None:
     """Return the checkpoint that `latest` or `best` names, whether it exists or not; None without the pointer."""
     try:
-        path = pointer.parent / pointer.read_text().strip()
+        path = pointer.parent / pointer.read_text(encoding="utf-8").strip()
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:

@@ -136,7 +136,7 @@ def _what_is_trained(lora: LoraConfig) -> str:
 
 def _read(path: Path) -> tuple[RunState, dict[str, _StoredFile]]:
     try:
-        state, stored = _parse(path, json.loads((path / STATE).read_text()))
+        state, stored = _parse(path, json.loads((path / STATE).read_text(encoding="utf-8")))
     except OSError as error:
         raise DamagedCheckpoint(f"checkpoint {path} cannot be read: {files.describe(error)}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:

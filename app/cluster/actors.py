@@ -181,13 +181,9 @@ def make_trainer(
         profile_steps=tuple(config.trainer.profile_steps),
         lora=config.model.lora,
         teacher=config.teacher,
+        environment=trainer_environment(config, device),
     )
 
     make = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(TrainerRank)  # type: ignore[call-overload]  # missing in Ray's stubs
-    variables = trainer_environment(config, device)
-    environment = {"env_vars": variables} if variables else None
-    actors = [
-        make.options(runtime_env=environment, **placement.rank_options(rank)).remote(spec, rank)
-        for rank in range(ranks)
-    ]
+    actors = [make.options(**placement.rank_options(rank)).remote(spec, rank) for rank in range(ranks)]
     return RemoteTrainer(actors, timeout_s=config.trainer.timeout_s, logs=run_folder / "logs")

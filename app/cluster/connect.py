@@ -16,6 +16,7 @@ from app.config import RunConfig
 from app.config.device import DeviceKind
 from app.device import Device
 from app.errors import RunError, one_line
+from app.utils.ray_calls import ray_words
 
 OBJECT_STORE_BYTES = 512 * 1024 * 1024
 ATTEMPTS_VARIABLE = "RAY_gcs_server_port_wait_time_s"  # attempts to reach the head of a cluster
@@ -103,6 +104,7 @@ async def _wait_for_head(address: str, timeout_s: float) -> None:
 
 
 def _start_local(config: RunConfig, device: Device) -> None:
+    os.environ.pop("RAY_ADDRESS", None)  # of a cluster that the run does not join; its processes would
     # On CPU, a device is a share of the cores, and a run may have more devices than cores.
     needed = sum(int(bundle.get("CPU", 0)) for bundle in bundles(config, device))
     cores = max(needed, os.cpu_count() or 1)
@@ -124,7 +126,7 @@ def _start_local(config: RunConfig, device: Device) -> None:
         except Exception as error:  # Ray's own type where its node is not up within 30 s, as on a busy machine
             if attempt == START_ATTEMPTS:
                 raise RunError(
-                    f"Ray did not start on this machine in {START_ATTEMPTS} attempts: {one_line(error)}"
+                    f"Ray did not start on this machine in {START_ATTEMPTS} attempts: {one_line(error)}{ray_words()}"
                 ) from error
 
 

@@ -23,12 +23,13 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import psutil
 
+from app.utils.child_environment import for_children, home_is_writable, make_home, replace_environment
 from app.utils.process import MARK, SHARED_MEMORY, module_command, package_path, run_prefix
 
 MARK_BYTES = 4
@@ -38,8 +39,9 @@ PAUSE_S = 0.25  # between two rounds
 CLEANUP_TIMEOUT_S = 15.0
 TEMPORARY, RAY_TEMPORARY = "TMPDIR", "RAY_TMPDIR"
 RAY_PARENT_BYTES = 18  # of a path: Ray puts 70 bytes behind the run's folder, and a socket's path has at most 107
+SHORT = ("/tmp", "/var/tmp", "/dev/shm")  # where the folder is linked from, if its own path is longer
 # A cache between runs that torch keeps among the temporary files.
-COMPILED, COMPILED_DEFAULT = "TORCHINDUCTOR_CACHE_DIR", Path("~/.cache/hydra-posttrain/torchinductor")
+COMPILED, COMPILED_DEFAULT = "TORCHINDUCTOR_CACHE_DIR", Path(".cache/hydra-posttrain/torchinductor")  # in the home
 
 
 @contextmanager
@@ -50,9 +52,6 @@ def process_reaper() -> Iterator[None]:
     """
     with ExitStack() as stack:
         stack.enter_context(_environment(_run_variables(secrets.token_hex(MARK_BYTES))))
-        for variable in (TEMPORARY, RAY_TEMPORARY):
-            Path(os.environ[variable]).mkdir(mode=0o700, exist_ok=True)
-
         environment = {**os.environ, "PYTHONPATH": package_path(os.environ.get("PYTHONPATH"))}
         reaper = subprocess.Popen(
             module_command(__name__), env=environment, stdin=subprocess.PIPE, start_new_session=True
@@ -67,35 +66,42 @@ def process_reaper() -> Iterator[None]:
 
 
 def _run_variables(mark: str) -> dict[str, str]:
-    """Return what the processes of a run inherit: its mark, and where they put temporary files."""
-    folder = f"posttrain-{mark}"
-    parent = tempfile.gettempdir()
-    ray_parent = os.environ.get(RAY_TEMPORARY, parent)
-    if len(os.fsencode(ray_parent)) > RAY_PARENT_BYTES:
-        ray_parent = "/tmp"
+    """Make the folders of a run's temporary files. Returns what its processes inherit: its mark, and these places."""
+    folder = _temporary_folder(tempfile.gettempdir(), f"posttrain-{mark}")
+    given = os.environ.get(RAY_TEMPORARY)
+    ray_folder = folder if given is None else _temporary_folder(given, f"ray-{mark}")
+    variables = {MARK: mark, TEMPORARY: folder, RAY_TEMPORARY: ray_folder}
+    home = Path("~").expanduser()
+    if not home_is_writable():
+        home = Path(folder, "home")
+        make_home(home)
+        variables["HOME"] = str(home)
+    return {**variables, COMPILED: os.environ.get(COMPILED, str(home / COMPILED_DEFAULT))}
 
-    return {
-        MARK: mark,
-        TEMPORARY: os.path.join(parent, folder),
-        RAY_TEMPORARY: os.path.join(ray_parent, folder),
-        COMPILED: os.environ.get(COMPILED, str(COMPILED_DEFAULT.expanduser())),
-    }
+
+def _temporary_folder(parent: str, name: str) -> str:
+    """Make a folder in `parent` and return a path to it that is short enough for sockets: a link, if need be."""
+    folder = Path(parent, name)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    short = next((place for place in SHORT if os.access(place, os.W_OK | os.X_OK)), parent)
+    if len(os.fsencode(parent)) <= RAY_PARENT_BYTES or short == parent:
+        return str(folder)
+
+    link = Path(short, name)
+    link.symlink_to(folder)
+    return str(link)
 
 
 @contextmanager
-def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """Set environment variables in the block."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Have the environment of a run with these variables in the block."""
+    before = dict(os.environ)
+    replace_environment({**for_children(before), **variables})
     tempfile.tempdir = None  # read from the environment again
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        replace_environment(before)
         tempfile.tempdir = None
 
 
@@ -132,8 +138,9 @@ def alive(processes: set[psutil.Process]) -> set[psutil.Process]:
 def remove_files() -> None:
     """Remove the temporary files of the run whose mark this process has, and its files in shared memory."""
     folders = {Path(os.environ[variable]) for variable in (TEMPORARY, RAY_TEMPORARY)}
-    for path in (*folders, *SHARED_MEMORY.glob(f"{run_prefix()}*")):
-        if path.is_dir():
+    targets = {folder.resolve() for folder in folders}
+    for path in (*targets, *(folders - targets), *SHARED_MEMORY.glob(f"{run_prefix()}*")):
+        if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)

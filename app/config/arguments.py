@@ -4,6 +4,7 @@ Hydra's parser would answer `--steps=5`, `--model x` and an option between two s
 bracket with its grammar, and its completion plugins offer `mode=Mode.train` alone.
 """
 
+import re
 import shlex
 from collections import deque
 from collections.abc import Sequence
@@ -43,6 +44,8 @@ GROUPS = ("algorithm", "data", "device", "environment", "experiment", "model", "
 WITHOUT_PRESET = ("experiment", "sweep")  # groups of which nothing is chosen by default
 FILES = (".csv", ".gz", ".json", ".jsonl", ".parquet")
 PATHS = {"data": "data.path={}", "model": "model=hf model.path={}"}  # groups that a path or a hub id is often given to
+
+BEYOND_ASCII = re.compile(r"""[^\s,:\[\]{}"']*[^\x00-\x7f][^\s,:\[\]{}"']*""")  # words
 
 
 def check_arguments(arguments: Sequence[str]) -> list[str]:
@@ -167,6 +170,10 @@ def _checked_override(word: str) -> str:
         quoted = shlex.split(override(key, value))[0]
         if declared and declared.accepted.endswith("text") and _is_readable(quoted):
             return quoted
+        # Hydra 1.3 reads letters beyond ASCII between quotes only, also where they are in a list
+        worded = word.removesuffix(value) + BEYOND_ASCII.sub(r'"\g<0>"', value)
+        if worded != word and (declared or "." in key) and _is_readable(worded):
+            return worded
         raise _unreadable(word, str(error)) from None
 
     if key in (*GROUPS, "sweep") and not word.startswith("~") and not parsed.is_sweep_override():

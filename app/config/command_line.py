@@ -21,7 +21,7 @@ def override(key: str, value: object) -> str:
     resume=runs/mine 'resume="my runs/a=b"'
     """
     text = str(value)
-    if not re.fullmatch(r"[\w/.+-]+", text):
+    if not re.fullmatch(r"[\w/.+-]+", text, re.ASCII):  # Hydra 1.3 reads no other letter without quotes
         text = '"' + text.replace('"', r"\"") + '"'
     return shlex.quote(f"{key}={text}")
 

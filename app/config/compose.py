@@ -2,6 +2,8 @@
 
 import copy
 import difflib
+import glob
+import os
 import re
 from collections.abc import Mapping, Sequence
 from enum import Enum
@@ -15,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from app.config import foreign_names, own_data, resolvers
 from app.config.command_line import given_settings
 from app.config.command_line import override as quoted
+from app.config.model import TINY_PRESETS
 from app.config.run import RunConfig
 from app.config.setting import Setting, settings
 from app.errors import ConfigError, expect, yaml_text
@@ -25,6 +28,7 @@ OWN = {
     "environment": "environment._target_=my_module.MyEnvironment",
     "tracking": "tracking.use=[my_module.MyTracker]",
 }
+PATHS = ("path", "eval_path", "demonstrations", "chat_template")  # settings of files
 CLOSE = 0.85  # similarity of a misspelled key
 # Lines of Hydra's and OmegaConf's messages that do not help to correct a setting.
 NOISE = ("full_key:", "object_type=", "reference_type=", "Set the env", "Config search path", "provider=", "See https:")
@@ -108,6 +112,18 @@ def resolve(composed: DictConfig) -> RunConfig:
     both = config.epochs is not None and "steps" in given_settings()
     expect(not both, "steps", config.steps, f"no steps with epochs={config.epochs}, which sets them, or epochs=null")
     return config
+
+
+def absolute_paths(settings: Any, name: str = "") -> Any:
+    """Return plain values of settings with the files and folders that are there by their absolute paths."""
+    if isinstance(settings, dict):
+        return {key: absolute_paths(value, str(key)) for key, value in settings.items()}
+    if isinstance(settings, list):
+        return [absolute_paths(each, name) for each in settings]
+    if name not in PATHS or not isinstance(settings, str) or "${" in settings or settings in TINY_PRESETS.values():
+        return settings
+    path = os.path.expanduser(settings)
+    return os.path.abspath(path) if os.path.exists(path) or glob.has_magic(path) else settings  # the id of a hub
 
 
 def replaced_settings(composed: DictConfig) -> str | None:

@@ -91,7 +91,7 @@ def known_flags() -> Mapping[str, str]:
     root = Path(next(iter(folders))) / "srt"
     for pattern in DECLARED:
         for file in root.glob(pattern):
-            for node in ast.walk(ast.parse(file.read_text())):
+            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
                 found.update(_declared(node))
     return found
 

@@ -45,7 +45,7 @@ def onednn_is_faster() -> bool:
         and hasattr(torch.library, "get_kernel")
         and torch.backends.cpu.get_cpu_capability() == "AVX512"
         and CPU_DESCRIPTION.exists()
-        and VENDOR in CPU_DESCRIPTION.read_text()
+        and VENDOR in CPU_DESCRIPTION.read_text(encoding="utf-8")
     )
 
 

@@ -153,6 +153,6 @@ def without_log(text: str) -> str:
 
 def _last_line(log: Path) -> str:
     """Return what a worker wrote last, for a sentence."""
-    lines = log.read_text(errors="replace").split("\n") if log.exists() else []
+    lines = log.read_text(errors="replace", encoding="utf-8").split("\n") if log.exists() else []
     written = [line.strip() for line in lines if line.strip()]
     return f"; its last line: {written[-1].rstrip('.')}" if written else ""

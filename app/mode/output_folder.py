@@ -25,6 +25,7 @@ from app.checkpoint.run_state import read_state
 from app.cluster.process_reaper import process_reaper
 from app.config import RunConfig
 from app.config.command_line import command, override
+from app.config.compose import absolute_paths
 from app.errors import CheckpointError, ConfigError, RunError, echo
 from app.recovery.environment_references import save_references
 from app.recovery.resume import NEVER, apply_resume, checkpoint_of, has_checkpoint, holds_run, require_unused
@@ -72,7 +73,7 @@ def save_configuration(composed: DictConfig, folder: Path) -> None:
     replace_file(config / "hydra.yaml", OmegaConf.to_yaml(HydraConfig.instance().cfg))
     replace_file(config / "overrides.yaml", OmegaConf.to_yaml(HydraConfig.get().overrides.task))
     raw, resolved = (OmegaConf.to_container(composed, resolve=resolve, enum_to_str=True) for resolve in (False, True))
-    replace_file(config / "config.yaml", OmegaConf.to_yaml(save_references(folder, raw, resolved)))
+    replace_file(config / "config.yaml", OmegaConf.to_yaml(absolute_paths(save_references(folder, raw, resolved))))
 
 
 def _require_unchanged(composed: DictConfig, folder: Path) -> None:

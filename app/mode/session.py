@@ -37,6 +37,7 @@ from app.tracking.run_folder.timeline import Timeline
 from app.trainer.rank import OFFLOAD
 from app.trainer.remote import RemoteTrainer
 from app.types import EngineStart, Group, TrainerMemory
+from app.utils.ray_calls import keep_ray_logs
 from app.utils.tasks import gather_or_raise
 from app.weight_sync.factory import make_synchronizer
 
@@ -154,6 +155,7 @@ async def start_rollout_workers(
             await scorer.start()
 
         recorder.status("starting Ray")
+        stack.push(partial(keep_ray_logs, folder / "logs"))
         stack.callback(ray.shutdown)
         await connect(config, device)
         device_placement = await reserve(config, device)

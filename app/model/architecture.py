@@ -193,7 +193,7 @@ def checkpoint_config(model: ModelConfig) -> dict[str, Any] | None:
         return None
 
     try:
-        config: dict[str, Any] = json.loads(file.read_text())
+        config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         accepted = f"a model whose {CHECKPOINT_CONFIG} can be read"
         raise ConfigError("model.path", model.path, accepted, one_line(error)) from error

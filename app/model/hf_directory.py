@@ -137,7 +137,7 @@ def require_window(path: Path, *, tokens: int) -> None:
 
 def _text_config(path: Path) -> dict[str, Any]:
     """Read `config.json`; the fields of a nested text model take precedence."""
-    config = json.loads((path / CONFIG).read_text())
+    config = json.loads((path / CONFIG).read_text(encoding="utf-8"))
     return config | config.get("text_config", {})
 
 
@@ -188,7 +188,7 @@ def require_complete(folder: Path, given: str) -> None:
 def _names_class(file: Path) -> bool:
     """Whether a `config.json` names a model class, without which no engine starts; one that is not JSON fails later."""
     try:
-        return bool(json.loads(file.read_text()).get("architectures"))
+        return bool(json.loads(file.read_text(encoding="utf-8")).get("architectures"))
     except (ValueError, AttributeError):
         return True
 

@@ -36,7 +36,7 @@ def export_adapter(adapters: dict[str, Tensor], config: dict[str, Any], out: Pat
 
     out.mkdir()
     save_file(adapters, out / ADAPTER, metadata={"format": "pt"})
-    (out / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    (out / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     _grant_by_umask(out)
 
 
@@ -83,7 +83,7 @@ def _all_tensors(
 
 def _tied_head(source: Checkpoint, trained: set[str]) -> set[str]:
     """Name of the stored copy of a tied head, which some checkpoints have: its values are untrained."""
-    config = json.loads((source.path / "config.json").read_text())
+    config = json.loads((source.path / "config.json").read_text(encoding="utf-8"))
     tied = config.get("tie_word_embeddings", config.get("text_config", {}).get("tie_word_embeddings", False))
     return {name for name in source.names - trained if tied and name.endswith("lm_head.weight")}
 
@@ -126,7 +126,7 @@ def _name_files(folder: Path, files: list[list[str]], total_bytes: int) -> None:
         weight_map |= dict.fromkeys(names, file)
 
     index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
-    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def _copy_side_files(source: Path, out: Path, dtype: torch.dtype | None) -> None:
@@ -136,9 +136,9 @@ def _copy_side_files(source: Path, out: Path, dtype: torch.dtype | None) -> None
             shutil.copy(file, out / file.name)
 
     if dtype is not None:
-        config = json.loads((out / "config.json").read_text())
+        config = json.loads((out / "config.json").read_text(encoding="utf-8"))
         for section in (config, config.get("text_config")):
             if section is not None:
                 section.pop("torch_dtype", None)
                 section["dtype"] = str(dtype).removeprefix("torch.")
-        (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

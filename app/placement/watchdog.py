@@ -100,7 +100,7 @@ async def _watch(run: Watched, pool: EnginePool, limit: float, folder: Path) -> 
             path = folder / "logs" / "stacks.log"
             with contextlib.suppress(OSError):  # a full disk must not hide the error below
                 path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(task_stacks())
+                path.write_text(task_stacks(), encoding="utf-8")
             raise RunError(f"no progress for {limit:.0f} s: {run.situation()}; stacks: {path}")
         await asyncio.sleep(POLL_INTERVAL_S)
 

@@ -24,7 +24,7 @@ from app.checkpoint.folder import FOLDER, LATEST, find, latest, named, there_are
 from app.checkpoint.run_state import STATE, read_state
 from app.config import Mode, RunConfig
 from app.config.command_line import command, override
-from app.config.compose import config_error
+from app.config.compose import absolute_paths, config_error
 from app.config.stop import StopConfig
 from app.errors import ConfigError, DamagedCheckpoint, yaml_text
 from app.recovery.environment_references import require_same_environment
@@ -457,5 +457,5 @@ def _leaves(config: DictConfig) -> dict[str, Any]:
     known: Any = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
     with suppress(OmegaConfBaseException):  # a setting that this version does not know: compared as it is
         known = OmegaConf.merge(OmegaConf.structured(RunConfig), OmegaConf.to_container(known, resolve=True))
-    plain = flatten(OmegaConf.to_container(known, resolve=True, enum_to_str=True))
+    plain = flatten(absolute_paths(OmegaConf.to_container(known, resolve=True, enum_to_str=True)))
     return {key: value if isinstance(value, list) else yaml_text(value) for key, value in plain.items() if value != {}}

@@ -33,7 +33,7 @@ def run_lock(folder: Path) -> Iterator[None]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # "a" leaves the content alone: until the lock is ours, it names the process that holds it.
-        lock = (folder / LOCK).open("a+")
+        lock = (folder / LOCK).open("a+", encoding="utf-8")
     except OSError as error:
         raise RunError(f"{folder} cannot be locked: {describe(error)}") from error
 

@@ -21,13 +21,14 @@ from app.device.base import Fork, ServerProcess
 from app.errors import EngineError, EngineLost
 from app.rollout.server_args import render_flags
 from app.types import EngineStart
+from app.utils.child_environment import for_children
 from app.utils.net import bracketed, reserve_port
 from app.utils.process import PARENT_VARIABLE, module_command, package_path
 
 # Environment variables of the server, read by the launcher.
 KEY_VARIABLE = "POSTTRAIN_ENGINE_KEY"
 LOG_TAIL_LINES = 12
-USAGE_ERROR = re.compile(r"\S+: error: ")  # of argparse, after a usage of hundreds of lines
+USAGE_ERROR = re.compile(r"\w[\w. -]*: error: ")  # of argparse, after a usage of hundreds of lines
 # Lines of SGLang's log that begin a phase of its start, last one first.
 START_PHASES = (
     ("max_total_num_tokens=", EngineStart.warming_up),
@@ -95,7 +96,7 @@ class Server:
         environment = {
             # Must be first, and never change: setproctitle fails in a process whose first variable was changed.
             PARENT_VARIABLE: str(os.getpid()),
-            **os.environ,
+            **for_children(os.environ),
             **self.spec.environment,
             KEY_VARIABLE: self.spec.key,
         }

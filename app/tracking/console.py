@@ -4,6 +4,7 @@ Terminals get colors and the bar (rich); files, pipes and CI get the same lines 
 Warnings are log records, which `app.mode.output_folder` prints.
 """
 
+import os
 import sys
 import time
 from collections import deque
@@ -36,6 +37,14 @@ ESTIMATE_STEPS = 10
 ESTIMATE_S = 120.0
 
 
+class Terminal(Console):
+    """A console whose reader may go (`| head`): the run goes on, and its records are in its folder."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 class RunConsole:
     """Prints a run to `stream` (default: stdout). Not thread-safe."""
 
@@ -43,7 +52,7 @@ class RunConsole:
         self._config = config
         self._folder = folder
         stream = stream or sys.stdout
-        self._console = Console(file=stream, highlight=False, soft_wrap=True)
+        self._console = Terminal(file=stream, highlight=False, soft_wrap=True)
         # FORCE_COLOR, which notebooks set, makes rich see a terminal. Colors are fine there, a bar that moves is not.
         self._terminal = self._console.is_terminal and stream.isatty()
         self._started = time.monotonic()

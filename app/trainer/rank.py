@@ -34,6 +34,7 @@ from app.device.torchvision_shim import define_operators
 from app.errors import TrainerError
 from app.trainer.profile import FOLDER, StepProfiler
 from app.types import MemoryUse, ScoredGroup, StepReport, TokenSequence, TrainerMemory
+from app.utils.child_environment import for_children, replace_environment
 from app.utils.net import listen
 from app.utils.process import log_to, memory_use
 
@@ -75,6 +76,7 @@ class RankSpec:
     profile_steps: tuple[int, ...] = ()
     lora: LoraConfig = field(default_factory=LoraConfig)
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
+    environment: Mapping[str, str] = field(default_factory=dict)  # variables, added to this process's
 
     @property
     def step_settings(self) -> "StepSettings":
@@ -90,6 +92,14 @@ class RankSpec:
         )
 
 
+def _prepare_process(spec: RankSpec, rank: int) -> None:
+    """Set the log and the environment of a rank's process, before torch is imported."""
+    log_to(spec.logs / f"trainer_{rank}.log")
+    # Not as Ray's `env_vars`: Ray 2.60 starts such workers by `bash -c` and does not quote the interpreter, so that
+    # none starts where its path has a space ("worker startup repeatedly failed").
+    replace_environment({**for_children(os.environ), **spec.environment})
+
+
 class TrainerRank:
     """A trainer rank.
 
@@ -102,7 +112,7 @@ class TrainerRank:
     """
 
     def __init__(self, spec: RankSpec, rank: int):
-        log_to(spec.logs / f"trainer_{rank}.log")
+        _prepare_process(spec, rank)
         self.spec = spec
         self.rank = rank
         self.device = device_of(spec.device)

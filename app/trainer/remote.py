@@ -14,7 +14,7 @@ from app.algorithm.packed_groups import Packed
 from app.errors import TrainerError, TrainerLost, one_line
 from app.trainer.rank import TrainerRank
 from app.types import MemoryUse, ScoredGroup, StepReport, TokenSequence, TrainerMemory
-from app.utils.ray_calls import reply, run_error
+from app.utils.ray_calls import ray_words, reply, run_error
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -163,7 +163,7 @@ class RemoteTrainer:
                 self._broken = f"since trainer rank {late} did not finish {name} in time"
             stacks = await self.stacks()
             with contextlib.suppress(OSError):  # a full disk must not hide the error below
-                (self.logs / "stacks.log").write_text(stacks)
+                (self.logs / "stacks.log").write_text(stacks, encoding="utf-8")
             raise TrainerError(
                 f"trainer rank {late} did not finish {name} within trainer.timeout_s={self.timeout_s:.0f} s; "
                 f"stacks: {self.logs / 'stacks.log'}"
@@ -182,7 +182,7 @@ class RemoteTrainer:
         self._broken = f"since Ray did not start trainer rank {late} in time"
         return TrainerError(
             f"Ray did not start trainer rank {late} within trainer.timeout_s={self.timeout_s:.0f} s: "
-            "its devices are not free, or its process does not answer"
+            f"its devices are not free, or its process did not start or does not answer{ray_words()}"
         )
 
     async def _failure(

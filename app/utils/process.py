@@ -96,12 +96,12 @@ def _container_used(cgroup: Path) -> float:
     Page cache does not count: the kernel reclaims it under pressure.
     """
     try:
-        limit = (cgroup / "memory.max").read_text().strip()
+        limit = (cgroup / "memory.max").read_text(encoding="utf-8").strip()
         if limit == "max":
             return 0.0
 
-        counters = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+        counters = dict(line.split() for line in (cgroup / "memory.stat").read_text(encoding="utf-8").splitlines())
         page_cache = int(counters["inactive_file"]) + int(counters["active_file"])
-        return (int((cgroup / "memory.current").read_text()) - page_cache) / int(limit)
+        return (int((cgroup / "memory.current").read_text(encoding="utf-8")) - page_cache) / int(limit)
     except (OSError, KeyError):
         return 0.0

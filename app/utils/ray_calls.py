@@ -1,15 +1,37 @@
 """Calls of Ray actors: await a reference, and turn Ray's errors into those that end a run."""
 
+import os
 import re
+import shutil
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import ActorUnschedulableError, RayActorError, RayTaskError
 
 from app.errors import RunError, one_line
 
 FACT = re.compile(r"(class_name|actor_id|pid|name|namespace|ip|repr): (.*)")
 NODE_ID = re.compile(r"\.? Node Id: \w+")  # the address says more
 GUESSES = re.compile(r"\.? (There are some potential root causes|Some common causes include).*")
+
+
+def keep_ray_logs(logs: Path, failure: type[BaseException] | None, *_: object) -> None:
+    """At a failure copy what this run's own Ray logged to `ray/` in `logs`: it goes with the run's temporary files."""
+    if failure is not None and issubclass(failure, Exception) and _ray_logs().is_dir():
+        with suppress(OSError):  # a full disk must not hide the failure
+            shutil.copytree(_ray_logs(), logs / "ray", dirs_exist_ok=True)
+
+
+def ray_words() -> str:
+    """Return the end of a sentence about a process that Ray did not start: its last error, which no exception has."""
+    errors = _ray_logs() / "raylet.err"
+    text = errors.read_text(encoding="utf-8", errors="replace").strip() if errors.is_file() else ""
+    return f"; the last line of logs/ray/{errors.name}: {text.splitlines()[-1]}" if text else ""
+
+
+def _ray_logs() -> Path:
+    return Path(os.environ.get("RAY_TMPDIR", ""), "ray", "session_latest", "logs")
 
 
 async def reply(reference: Any) -> Any:
@@ -39,7 +61,8 @@ def run_error(
     if isinstance(error, RayActorError):
         converted = lost(f"{who} died during {call}: {cause_of_death(error)}")
     else:
-        converted = failed(f"{who} failed during {call}: {type(cause).__name__}: {one_line(cause)}")
+        words = ray_words() if isinstance(cause, ActorUnschedulableError) else ""  # whose process did not start
+        converted = failed(f"{who} failed during {call}: {type(cause).__name__}: {one_line(cause)}{words}")
     converted.__cause__ = error
     return converted
 

@@ -140,7 +140,7 @@ def _write(tensors: "dict[str, Tensor]", config: dict[str, Any], size: int) -> P
         )
     folder = Path(tempfile.mkdtemp(prefix=f"{run_prefix()}adapter-", dir=SHARED_MEMORY))
     try:
-        (folder / "adapter_config.json").write_text(json.dumps(config))
+        (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
         # clones: parts of a fused projection share their A, which safetensors refuses
         save_file({name: tensor.clone() for name, tensor in tensors.items()}, folder / "adapter_model.safetensors")
     except BaseException:

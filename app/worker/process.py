@@ -118,7 +118,9 @@ class WorkerProcess:
 
     def _spawn(self, descriptor: int) -> subprocess.Popen[bytes]:
         """Start the process as the leader of a process group, so that `kill` also reaches its children."""
-        environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONUNBUFFERED": "1"}
+        from app.utils.child_environment import for_children  # not in the worker: its interpreter may lack psutil
+
+        environment = {"OMP_NUM_THREADS": "1", **for_children(os.environ), "PYTHONUNBUFFERED": "1"}
         if self._python is None:
             environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
         else:
@@ -126,7 +128,7 @@ class WorkerProcess:
 
         if self._log is not None:
             self._log.parent.mkdir(parents=True, exist_ok=True)
-        output = STDERR if self._log is None else os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        output = STDERR if self._log is None else os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         try:
             return subprocess.Popen(
                 [self._python or sys.executable, str(SCRIPT), str(descriptor), str(os.getpid()), self._handler],

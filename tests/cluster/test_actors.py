@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -48,6 +49,20 @@ def seed_of_next(factory: EngineFactory, index: int) -> object:
 
 def _seed(host: Any) -> object:
     return host.spec.server.flags["random-seed"]
+
+
+def test_a_rank_sets_its_variables_before_torch_is_imported(factory: EngineFactory, tmp_path: Path) -> None:
+    trainer = make_trainer(factory.config, factory.device, tmp_path, tmp_path, factory.placement)
+    (rank,) = trainer.ranks
+    variables, imported = ray.get(rank.__ray_call__.remote(_variables_and_torch), timeout=120)
+    ray.kill(rank)
+    assert not imported
+    assert factory.device.trainer_env.items() <= variables.items()
+    assert variables["PYTHONUTF8"] == "1"
+
+
+def _variables_and_torch(_: Any) -> tuple[dict[str, str], bool]:
+    return dict(os.environ), "torch" in sys.modules
 
 
 def test_buffers_that_engines_map_are_not_in_expandable_segments(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import secrets
+import socket
 import subprocess
 import sys
 import tempfile
@@ -13,6 +14,7 @@ import psutil
 import pytest
 import torch
 
+from app.cluster import process_reaper as module
 from app.cluster.process_reaper import process_reaper
 from app.utils.process import SHARED_MEMORY, run_prefix
 from app.weight_sync.transport.ipc_payload import allocate_shared, shared_memory_name
@@ -120,20 +122,61 @@ def test_names_in_shared_memory_have_the_mark_of_the_run(monkeypatch: pytest.Mon
     assert not (SHARED_MEMORY / name).exists()
 
 
-def test_rays_folder_has_a_short_path_and_all_temporary_folders_are_the_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("ray", [None, "given", "r" * 60])
+def test_a_run_has_temporary_folders_whose_paths_are_short_enough_for_sockets(
+    ray: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ray's sockets are 70 bytes behind it, and a socket's path has at most 107."""
+    """Ray's sockets are 70 bytes behind it, and a socket's path has at most 107. The files are where TMPDIR says."""
     long = tmp_path / ("a" * 60)
     long.mkdir()
     monkeypatch.setenv("TMPDIR", str(long))
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    if ray:
+        (tmp_path / ray).mkdir()
+        monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / ray))
     monkeypatch.setattr(tempfile, "tempdir", None)
+    before = dict(os.environ)
     with process_reaper():
         inside = [Path(os.environ[name]) for name in ("TMPDIR", "RAY_TMPDIR")]
         assert Path(tempfile.gettempdir()) == inside[0]
-        assert inside[0].parent == long
-        assert len(str(inside[1])) <= 37
+        assert inside[0].resolve().parent == long
+        assert inside[1].resolve().parent == (tmp_path / ray if ray else long)
+        assert max(len(str(each)) for each in inside) <= 37
         assert {path.stat().st_mode & 0o777 for path in inside} == {0o700}
-    assert os.environ["TMPDIR"] == str(long)
-    assert "RAY_TMPDIR" not in os.environ
-    assert not any(path.exists() for path in inside)
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(Path(tempfile.mkdtemp(prefix="posttrain-fork-")) / "socket"))
+    assert dict(os.environ) == before
+    assert not any(os.path.lexists(path) for path in inside)
+    assert list(long.iterdir()) == []
+    assert ray is None or list((tmp_path / ray).iterdir()) == []
+
+
+def test_what_is_in_a_read_only_home_is_still_there_after_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = [
+        tmp_path / "notes" / "a.txt",
+        tmp_path / ".ray" / "auth_token",
+        tmp_path / ".cache" / "huggingface" / "hub",
+    ]
+    for file in files:
+        file.parent.mkdir(parents=True)
+        file.touch()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(module, "home_is_writable", lambda: False)
+    with process_reaper():
+        assert Path.home() != tmp_path
+        assert (Path.home() / "notes" / "a.txt").exists()
+    assert all(file.exists() for file in files)
+
+
+def test_in_a_home_that_is_missing_a_run_has_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "missing"))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    with process_reaper():
+        home = Path.home()
+        (home / ".ray").mkdir(exist_ok=True)
+        assert home.is_relative_to(os.environ["TMPDIR"])
+        assert Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).is_relative_to(home)
+    assert os.environ["HOME"] == str(tmp_path / "missing")
+    assert not home.exists()

@@ -1,6 +1,7 @@
 """Arguments in another program's style, and shell completion."""
 
 import os
+import shlex
 import subprocess
 import sys
 from enum import Enum
@@ -13,7 +14,7 @@ from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from app.config.arguments import FLAGS, OPTION_CHOICES, OPTIONS, SHORT, check_arguments, named_values
-from app.config.command_line import command_name
+from app.config.command_line import command_name, override
 from app.config.foreign_names import ABSENT, CHOICES, NAMES, VALUE, answer
 from app.config.run import RunConfig
 from app.config.setting import settings
@@ -106,6 +107,28 @@ def test_another_style_is_answered_with_what_to_write(line: str, key: str, answe
 def test_the_text_of_a_setting_needs_no_quotes_of_hydra(text: str) -> None:
     (word,) = check_arguments([f"data.answer_after={text}"])
     assert OverridesParser.create().parse_override(word).value() == text
+
+
+@pytest.mark.parametrize("key", ["model.path", "data.path", "resume", "hydra.run.dir"])
+@pytest.mark.parametrize(
+    ("typed", "value"),
+    [
+        ("/模型/Qwen3-4B", "/模型/Qwen3-4B"),
+        ("données/rows_*.jsonl", "données/rows_*.jsonl"),
+        ("[données/a.jsonl,b.jsonl]", ["données/a.jsonl", "b.jsonl"]),
+        ("{mine: /数据/a.jsonl}", {"mine": "/数据/a.jsonl"}),
+        ('"/my 数据/a.jsonl"', "/my 数据/a.jsonl"),
+    ],
+)
+def test_a_value_may_have_letters_beyond_ascii(key: str, typed: str, value: object) -> None:
+    (accepted,) = check_arguments([f"{key}={typed}"])
+    parsed = OverridesParser.create().parse_override(accepted)
+    assert (parsed.get_key_element(), parsed.value()) == (key, value)
+
+
+def test_a_command_in_a_message_can_be_copied_with_letters_beyond_ascii() -> None:
+    (word,) = shlex.split(override("resume", "/data/输出/run"))
+    assert OverridesParser.create().parse_override(word).value() == "/data/输出/run"
 
 
 def test_the_options_are_those_of_hydra() -> None:
@@ -227,7 +250,9 @@ complete -p posttrain | grep -o -e "-F .*"
 
 
 def test_bash_completes_the_installed_command(tmp_path: Path) -> None:
-    (tmp_path / "posttrain").write_text(f"#!{sys.executable}\nfrom app.main import cli\ncli()\n")
+    # pip's form of a script whose interpreter has a space in its path: a shell runs it first
+    start = f"#!/bin/sh\n'''exec' \"{sys.executable}\" \"$0\" \"$@\"\n' '''\n"
+    (tmp_path / "posttrain").write_text(f"{start}from app.main import cli\ncli()\n")
     (tmp_path / "posttrain").chmod(0o755)
     environment = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(

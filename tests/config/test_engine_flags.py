@@ -74,11 +74,12 @@ def test_flags_that_are_off_or_right_are_accepted() -> None:
     check_engine_flags(KEY, {"speculative-algorithm": "EAGLE3"}, DeviceKind.cuda)
 
 
-def test_of_a_usage_only_the_line_with_the_error_is_shown(tmp_path: Path) -> None:
+@pytest.mark.parametrize("program", ["launcher.py", "sglang serve"])
+def test_of_a_usage_only_the_line_with_the_error_is_shown(program: str, tmp_path: Path) -> None:
     spec = server_spec(tmp_path, tmp_path, name="engine 0")
     spec.log.parent.mkdir(parents=True, exist_ok=True)
-    usage = "usage: launcher.py [-h]\n" + "    [--some-flag SOME_FLAG]\n" * 20
-    spec.log.write_text(f"{usage}launcher.py: error: unrecognized arguments: --not-a-flag 1\n")
-    assert Server(spec).tail().split("\n") == ["  | launcher.py: error: unrecognized arguments: --not-a-flag 1"]
+    usage = f"usage: {program} [-h]\n" + "    [--some-flag SOME_FLAG]\n" * 20
+    spec.log.write_text(f"{usage}{program}: error: unrecognized arguments: --not-a-flag 1\n")
+    assert Server(spec).tail().split("\n") == [f"  | {program}: error: unrecognized arguments: --not-a-flag 1"]
     spec.log.write_text("a\nValueError: no error: b\nc\n")
     assert len(Server(spec).tail().split("\n")) == 3

@@ -157,7 +157,7 @@ GOOD = {"question": "q", "answer": "a"}
 
 @pytest.mark.parametrize("path", ["missing.jsonl", "./rows", "Rows.JSONL"])
 def test_a_missing_file_is_rejected(path: str) -> None:
-    with refused("data.path", path, "no such file"):
+    with refused("data.path", path, f"no such file in {Path.cwd()}"):
         load(path=path)
 
 

@@ -11,6 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.launch.npu_downloads import fetch_npu_packages, fetched_requirements
 from tests.launch.shell import PYTHON, ROOT, bash, dry_run, options
@@ -268,6 +269,78 @@ def test_docker_mounts_what_settings_and_options_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("written", "mounted"),
+    [
+        ('data.path="{folder}/my data/rows.jsonl"', ["my data/rows.jsonl"]),
+        ("data.path=[{folder}/a.jsonl,{folder}/b.jsonl]", ["a.jsonl", "b.jsonl"]),
+        ("data.path={folder}/*.jsonl", [""]),
+        ("data.path={folder}/数据.jsonl", ["数据.jsonl"]),
+        ("data.eval_sets={{mine: {{path: {folder}/a.jsonl}}, same: {{path: {folder}/a.jsonl}}}}", ["a.jsonl"]),
+        ("+reward.args.lexicon={folder}/a.jsonl", ["a.jsonl"]),
+        ("+reward.args.lexicon=/nowhere/a.jsonl", []),
+    ],
+)
+def test_docker_mounts_each_path_of_the_composed_settings(written: str, mounted: list[str], tmp_path: Path) -> None:
+    (tmp_path / "my data").mkdir()
+    for name in ("a.jsonl", "b.jsonl", "数据.jsonl", "my data/rows.jsonl"):
+        (tmp_path / name).touch()
+    home = {"HOME": str(tmp_path / "my data"), "LC_ALL": "C.UTF-8"}
+    (command,) = dry_run("docker.sh", "cuda", written.format(folder=tmp_path), **home)
+    paths = [str(tmp_path / name) for name in mounted]
+    volumes = [value for name, value in pairwise(command) if name == "-v" and value.endswith(":ro")]
+    assert volumes == [f"{path}:{path}:ro" for path in paths]
+
+
+def test_docker_mounts_each_path_of_a_sweep(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).touch()
+    words = ["-m", f"data.path={tmp_path}/a.jsonl,{tmp_path}/b.jsonl", "seed=0,1,2"]
+    (command,) = dry_run("docker.sh", "cuda", *words, HOME=str(tmp_path))
+    assert {f"{tmp_path}/{name}:{tmp_path}/{name}:ro" for name in ("a.jsonl", "b.jsonl")} <= after("-v", command)
+
+
+def test_docker_composes_in_the_image_where_there_is_no_python(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.touch()
+    (tmp_path / "docker").write_text(
+        f'#!/bin/bash\n[ "$*" = "$EXPECTED" ] && cat > /dev/null && echo data.path={rows}\n'
+    )
+    (tmp_path / "docker").chmod(0o755)
+    given = {"PYTHON": "/nowhere/python", "DOCKER": str(tmp_path / "docker"), "HOME": str(tmp_path)}
+    expected = f"run --rm -i --entrypoint python hydra-posttrain:cuda - data.path={rows}"
+    command = bash("launch/docker.sh", "--dry-run", "cuda", f"data.path={rows}", EXPECTED=expected, **given)
+    assert f"-v {rows}:{rows}:ro " in command.stdout
+
+
+def test_a_pod_reaches_each_path_of_the_composed_settings() -> None:
+    words = ["experiment=cuda8_fully_async_9b", "model.path=/storage/model", "data.path=[/data/rows/a.jsonl]"]
+    done = bash("launch/kubernetes.sh", "--dry-run", *words, PYTHON=PYTHON)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "data.path=/data/rows/a.jsonl" in done.stderr
+    done = bash("launch/kubernetes.sh", "--dry-run", "--node", "/data", *words, PYTHON=PYTHON)
+    assert done.returncode == 0, done.stderr
+    for group in ("headGroupSpec", "workerGroupSpecs"):
+        made = yaml.safe_load(done.stdout)["spec"]["rayClusterSpec"][group]
+        pod = (made[0] if isinstance(made, list) else made)["template"]["spec"]
+        (volume,) = [each for each in pod["volumes"] if each.get("hostPath") == {"path": "/data"}]
+        mounts = pod["containers"][0]["volumeMounts"]
+        assert {"name": volume["name"], "mountPath": "/data", "readOnly": True} in mounts
+
+
+def test_the_entry_point_uses_the_interpreter_of_the_other_scripts(tmp_path: Path) -> None:
+    (tmp_path / "python").write_text('#!/bin/bash\necho "$0 $*"\n')
+    (tmp_path / "python").chmod(0o755)
+    given = bash("launch/entrypoint.sh", "mode=plan", PYTHON=str(tmp_path / "python"))
+    assert given.stdout == f"{tmp_path}/python -m app mode=plan\n"
+    image = tmp_path / "opt" / "launch"  # without a .venv beside it
+    image.mkdir(parents=True)
+    for name in ("entrypoint.sh", "toolkit.sh"):
+        (image / name).write_bytes((ROOT / "launch" / name).read_bytes())
+    found = bash(str(image / "entrypoint.sh"), "mode=plan", PATH=f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    assert found.stdout == f"{tmp_path}/python -m app mode=plan\n"
+
+
+@pytest.mark.parametrize(
     ("settings", "watched"),
     [
         (["resume={store}/run/checkpoints/step_5"], "{store}/run"),
@@ -443,7 +516,7 @@ def test_the_entrypoint_becomes_the_application_within_the_toolkits_environment(
     started = subprocess.Popen(
         ["bash", "launch/entrypoint.sh", *MISSION],
         cwd=ROOT,
-        env={"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "ASCEND_ROOT": str(root)},
+        env={"PYTHON": str(tmp_path / "python"), "PATH": os.environ["PATH"], "ASCEND_ROOT": str(root)},
         stdout=subprocess.PIPE,
         text=True,
     )

@@ -295,6 +295,40 @@ def test_little_shared_memory_warns_and_dockers_default_fails(monkeypatch: pytes
     assert status(2**34) is CheckStatus.ok
 
 
+SURROUNDINGS = {"PATH": os.environ["PATH"], "LANG": "C.UTF-8"}
+
+
+@pytest.mark.parametrize(
+    ("given", "subject", "status"),
+    [
+        ({}, "locale", CheckStatus.ok),
+        ({"LC_ALL": "zh_CN.GB18030"}, "locale", CheckStatus.warn),
+        ({"HOME": "/nowhere"}, "home", CheckStatus.warn),
+        ({"https_proxy": "http://proxy:3128"}, "proxies", CheckStatus.ok),
+        ({"RANK": "3", "WORLD_SIZE": "8"}, "launcher", CheckStatus.warn),
+        ({"SLURM_PROCID": "0", "WORLD_SIZE": "1"}, "launcher", CheckStatus.ok),
+    ],
+)
+def test_what_a_run_would_inherit_has_a_line(
+    given: dict[str, str], subject: str, status: CheckStatus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", {**SURROUNDINGS, "HOME": str(tmp_path), **given})
+    names = "gb18030" if "LC_ALL" in given else "utf-8"
+    monkeypatch.setattr(doctor_machine.sys, "getfilesystemencoding", lambda: names)
+    assert of(doctor_machine.surroundings(), subject).status is status
+
+
+@pytest.mark.parametrize(("compiles", "status"), [(True, CheckStatus.warn), (False, CheckStatus.ok)])
+def test_an_interpreter_whose_path_has_a_space_has_a_line(
+    compiles: bool, status: CheckStatus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor_machine, "find_spec", lambda name: object() if compiles else None)
+    monkeypatch.setattr(doctor_machine.sys, "executable", "/home/my project/.venv/bin/python")
+    assert of(doctor_machine.surroundings(), "interpreter").status is status
+    monkeypatch.setattr(doctor_machine.sys, "executable", "/home/project/.venv/bin/python")
+    assert "interpreter" not in {each.subject for each in doctor_machine.surroundings()}
+
+
 def test_an_unreachable_hub_fails_with_a_workaround(monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub import constants
 

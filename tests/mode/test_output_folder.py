@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from app.config import compose as configuration
 from app.errors import RunError
 from app.main import _say_how_to_resume
-from app.mode.output_folder import output_folder
+from app.mode.output_folder import output_folder, save_configuration
 from app.recovery.resume import apply_resume
 from app.recovery.run_lock import run_lock
 from app.tracking.recorder import RunFolderRecorder
@@ -263,6 +263,39 @@ def test_a_value_of_the_environment_is_in_no_file_of_the_run(tmp_path: Path, mon
     saved = OmegaConf.load(tmp_path / "config" / "config.yaml")
     assert saved.reward.args.key == "x7-of-mine"
     assert saved.trainer.lr == config.trainer.lr
+
+
+def test_relative_paths_are_those_of_the_folder_where_the_run_was_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "started" / "model").mkdir(parents=True)
+    for name in ("started/rows.jsonl", "template.jinja"):
+        (tmp_path / name).write_text('{"question": "1", "answer": "1"}')
+    monkeypatch.chdir(tmp_path / "started")
+    given = [
+        "data.path=[rows.jsonl,'part_*.jsonl',org/rows]",
+        "model.path=model",
+        "model.chat_template='~/template.jinja'",
+    ]
+    composed = composed_by_hydra(
+        *given, "teacher.path=org/teacher", "algorithm=opd", "+data.eval_sets.mine.path=rows.jsonl"
+    )
+    run = a_run(tmp_path / "run", step=4)
+    with monkeypatch.context() as patched:
+        save_configuration(job_of(composed, patched), run)
+
+    monkeypatch.chdir(tmp_path)
+    resumed = composed_by_hydra(f"resume={run}", "steps=900")
+    apply_resume(resumed)
+    started = tmp_path / "started"
+    assert list(resumed.data.path) == [f"{started}/rows.jsonl", f"{started}/part_*.jsonl", "org/rows"]
+    assert resumed.data.eval_sets.mine.path == f"{started}/rows.jsonl"
+    assert (resumed.model.path, resumed.teacher.path) == (f"{started}/model", "org/teacher")
+    assert resumed.model.chat_template == f"{tmp_path}/template.jinja"
+
+    monkeypatch.chdir(started)
+    apply_resume(composed_by_hydra(f"resume={run}", *given, "steps=900"))  # the same files
 
 
 def test_records_stay_where_a_run_goes_on_from_a_checkpoint_that_is_named(

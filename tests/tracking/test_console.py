@@ -1,5 +1,9 @@
 import io
+import os
 import re
+import shlex
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -201,3 +205,24 @@ def test_without_a_terminal_a_status_is_a_line_with_the_time_since_the_start(mon
         "        12 s  starting Ray",
         " 12 min 34 s  starting Ray",
     ]
+
+
+READER_GOES = """
+from pathlib import Path
+from app.config import RunConfig
+from app.tracking.console import RunConsole
+
+console = RunConsole(RunConfig(), Path("run"))
+for step in range(1, 5000):
+    console.step(step, {"time/step": 1.0})
+Path("finished").touch()
+"""
+
+
+def test_a_run_goes_on_when_the_reader_of_its_output_ends(tmp_path: Path) -> None:
+    (tmp_path / "run.py").write_text(READER_GOES)
+    command = f"{shlex.quote(sys.executable)} run.py | head -n 1 > /dev/null; exit ${{PIPESTATUS[0]}}"
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=environment, capture_output=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert (tmp_path / "finished").exists()

@@ -1,11 +1,15 @@
 """Errors of actor calls, and where and why an actor died, from messages of Ray 2.60."""
 
+import asyncio
+from pathlib import Path
+
 import pytest
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import ActorUnschedulableError, RayActorError, RayTaskError
 
 from app.errors import EngineError, EngineLost, SyncError
-from app.utils.ray_calls import cause_of_death, run_error
+from app.utils.ray_calls import cause_of_death, keep_ray_logs, run_error
 
+BASH = "bash: line 1: /home/my: No such file or directory"
 FACTS = """
 \tclass_name: EngineHost
 \tactor_id: 2a04b521ebf483dd623b0ccd01000000
@@ -63,3 +67,25 @@ def test_a_dead_actor_is_lost() -> None:
     error = RayActorError(error_msg=LOST_NODE)
     assert type(converted(error)) is EngineLost
     assert "10.77.0.2" in str(converted(error))
+
+
+def test_a_process_that_ray_could_not_start_is_reported_with_rays_own_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray 2.60 says why in a file alone, which goes with the run's temporary files."""
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    unstarted = ActorUnschedulableError("Could not create the actor because worker startup repeatedly failed.")
+    silent = run_error(unstarted, "trainer rank 0", "start", failed=EngineError, lost=EngineLost)
+    assert str(silent).endswith("repeatedly failed.")
+
+    session = tmp_path / "ray" / "session_1" / "logs"
+    session.mkdir(parents=True)
+    (session / "raylet.err").write_text(f"first\n{BASH}\n\n")
+    (tmp_path / "ray" / "session_latest").symlink_to("session_1")
+    error = run_error(unstarted, "trainer rank 0", "start", failed=EngineError, lost=EngineLost)
+    assert str(error).endswith(f"logs/ray/raylet.err: {BASH}")
+    keep_ray_logs(tmp_path / "logs", None)
+    keep_ray_logs(tmp_path / "logs", asyncio.CancelledError)
+    assert not (tmp_path / "logs").exists()
+    keep_ray_logs(tmp_path / "logs", EngineError)
+    assert (tmp_path / "logs" / "ray" / "raylet.err").read_text().splitlines()[1] == BASH

@@ -77,10 +77,9 @@ def _matches(path: str, key: str) -> list[str]:
 
 def _hub(path: str, subset: str | None, split: str, key: str) -> Records:
     if not is_remote(path):
-        accepted = (
-            f"an existing file ({', '.join(formats.ENDINGS)}), or the id of a hub data set; there is no such file"
-        )
-        raise ConfigError(key, path, accepted)
+        accepted = f"an existing file ({', '.join(formats.ENDINGS)}), or the id of a hub data set"
+        where = "" if Path(path).expanduser().is_absolute() else f" in {Path.cwd()}"
+        raise ConfigError(key, path, accepted, f"there is no such file{where}")
 
     try:
         import datasets

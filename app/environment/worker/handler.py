@@ -185,7 +185,7 @@ def _limit_memory(gib: float) -> None:
     Raises:
         LoadError: This process has more already. The message is a sentence.
     """
-    status = Path("/proc/self/status").read_text()
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
     allocated = int(status.partition("VmData:")[2].split()[0]) << 10
     if allocated > gib * GIB:
         raise LoadError(

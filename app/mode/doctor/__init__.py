@@ -34,6 +34,7 @@ def examine(config: RunConfig, folder: str = "outputs") -> list[Finding]:
         *device.hardware(config, inputs.device),
         *device.variables(config, inputs.device),
         *machine.machine(),
+        *machine.surroundings(),
         *findings(inputs),
         *([scripted_episode.play_episode(inputs)] if config.environment.multi_turn else []),
         *machine.reachable(config),

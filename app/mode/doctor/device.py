@@ -122,7 +122,7 @@ def nvidia_toolkit(*, memory_saver: bool) -> Iterator[Finding]:
 def driver_version() -> str | None:
     """Return the driver's version, such as 580.65.06; None if nvidia-smi does not say."""
     try:
-        done = subprocess.run(DRIVER_VERSION, capture_output=True, text=True, timeout=TOOLKIT_TIMEOUT_S)
+        done = subprocess.run(DRIVER_VERSION, capture_output=True, timeout=TOOLKIT_TIMEOUT_S, encoding="utf-8")
     except (OSError, subprocess.TimeoutExpired):  # the check of nvidia-smi itself fails
         return None
     lines = done.stdout.splitlines()

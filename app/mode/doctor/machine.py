@@ -1,10 +1,13 @@
-"""Checks of the machine: shared memory, open files and temporary files, and access to hub, cluster and servers."""
+"""Checks of the machine: shared memory, files, what processes inherit, and access to hub, cluster and servers."""
 
+import os
 import resource
 import shutil
 import socket
+import sys
 import tempfile
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import quote, urlsplit
 from urllib.request import Request, urlopen
@@ -13,6 +16,7 @@ from app.config import RunConfig
 from app.data import rows
 from app.data.records import sources
 from app.mode.finding import CheckStatus, Finding, outcome
+from app.utils.child_environment import LAUNCHER, encoding, home_is_writable
 from app.utils.process import SHARED_MEMORY
 from app.utils.units import GIB
 
@@ -21,6 +25,7 @@ SHARED_GIB_WARN = 2.0
 OPEN_FILES_WARN = 4096
 FULL_DISK = 0.95  # Ray stops spilling objects there
 REACH_TIMEOUT_S = 10.0
+PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 
 
 def machine() -> Iterator[Finding]:
@@ -40,6 +45,24 @@ def machine() -> Iterator[Finding]:
     used = 1 - usage.free / usage.total
     hint = f"free some space: Ray refuses to spill objects at {FULL_DISK:.0%}"
     yield outcome("temporary files", used < FULL_DISK, f"{folder} is {used:.0%} full", hint, otherwise=CheckStatus.warn)
+
+
+def surroundings() -> Iterator[Finding]:
+    """Check what a run's processes would inherit, most of which a run replaces."""
+    hint = "export LC_ALL=C.UTF-8: names of files and settings beyond ASCII may not be found"
+    names = sys.getfilesystemencoding()  # Python has UTF-8 in the C locale, too
+    yield outcome("locale", names == "utf-8", f"{encoding(os.environ)}, {names}", hint, otherwise=CheckStatus.warn)
+    hint = "set HOME to a folder that can be written: else each run has one of its own and compiles its kernels anew"
+    yield outcome("home", home_is_writable(), os.path.expanduser("~"), hint, otherwise=CheckStatus.warn)
+    if " " in sys.executable:
+        hint = "if kernels do not compile, install on a path without spaces: FlashInfer's builds do not quote it"
+        yield outcome("interpreter", find_spec("flashinfer") is None, sys.executable, hint, otherwise=CheckStatus.warn)
+    if placed := sorted(filter(LAUNCHER.fullmatch, os.environ)):
+        hint = "start a run once, without torchrun or mpirun: it starts its own ranks"
+        alone = all(os.environ.get(name, "1") == "1" for name in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"))
+        yield outcome("launcher", alone, f"not inherited: {', '.join(placed)}", hint, otherwise=CheckStatus.warn)
+    if proxies := sorted(name for name in os.environ if name.lower() in PROXIES):
+        yield Finding("proxies", f"{', '.join(proxies)}; a run's own servers are outside of them")
 
 
 def reachable(config: RunConfig) -> Iterator[Finding]:

@@ -113,7 +113,7 @@ def run(config: RunConfig, folder: Path) -> ModeResult:
         "comparisons": [{**asdict(line), "passed": line.passed} for line in lines],
     }
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / FILE).write_text(json.dumps(result, indent=2) + "\n")
+    (folder / FILE).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     sys.stdout.write(table(lines, f"{device.kind.name} in {dtype.name} against cpu in float32", folder / FILE) + "\n")
     return ModeResult(worst, 0 if passed else FAILED_EXIT)
 

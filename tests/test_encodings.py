@@ -1,0 +1,59 @@
+"""Files are UTF-8 whatever the locale is: `zh_CN.GB18030` is common on clusters, and model files are in UTF-8."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+METHODS = ("read_text", "write_text")
+
+
+def without_encoding(tree: ast.AST) -> Iterator[int]:
+    """Yield the lines of calls that read or write text in the locale's encoding."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        given = {each.arg: each.value for each in node.keywords}
+        method = isinstance(node.func, ast.Attribute)
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        of = ast.unparse(node.func.value) if isinstance(node.func, ast.Attribute) else ""
+        inside = [each for value in (*node.args, *given.values()) for each in ast.walk(value)]
+        modes = [each.value for each in inside if isinstance(each, ast.Constant) and isinstance(each.value, str)]
+        binary = any("b" in mode and set(mode) <= set("rwaxb+") for mode in modes)
+
+        opens = name == "open" and of not in ("os", "gzip") and (not method or not node.args or bool(modes))
+        text = isinstance(given.get("text"), ast.Constant) and bool(ast.literal_eval(given["text"]))
+        if "encoding" not in given and (name in METHODS or (opens and not binary) or text):
+            yield node.lineno
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        ("path.read_text()", True),
+        ("path.read_text(encoding='utf-8')", False),
+        ("path.write_text(text, errors='replace')", True),
+        ("open(path)", True),
+        ("open(path, 'rb')", False),
+        ("path.open('a')", True),
+        ("path.open('a', encoding='utf-8')", False),
+        ("os.open(path, flags)", False),
+        ("subprocess.run(command, text=True)", True),
+        ("subprocess.run(command, encoding='utf-8')", False),
+    ],
+)
+def test_a_call_in_the_encoding_of_the_locale_is_found(code: str, found: bool) -> None:
+    assert list(without_encoding(ast.parse(code))) == [1] * found
+
+
+def test_the_application_reads_and_writes_text_as_utf8() -> None:
+    files = [*(ROOT / "app").rglob("*.py"), *(ROOT / "launch").glob("*.py")]
+    assert len(files) > 300
+    found = [
+        f"{file.relative_to(ROOT)}:{line}"
+        for file in files
+        for line in without_encoding(ast.parse(file.read_text(encoding="utf-8")))
+    ]
+    assert found == []

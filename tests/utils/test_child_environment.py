@@ -1,0 +1,114 @@
+"""What the processes of a run inherit from the environment that it was started in."""
+
+import json
+import os
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import psutil
+import pytest
+
+from app.utils.child_environment import for_children, home_is_writable, make_home
+
+LAUNCHERS = {
+    "RANK": "3",
+    "LOCAL_RANK": "3",
+    "WORLD_SIZE": "8",
+    "MASTER_ADDR": "node0",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "OMPI_COMM_WORLD_RANK": "3",
+    "PMI_RANK": "3",
+    "PMIX_RANK": "3",
+    "MPI_LOCALRANKID": "3",
+    "SLURM_PROCID": "3",
+    "MV2_COMM_WORLD_RANK": "3",
+    "SLURM_STEP_ID": "0",
+}
+OF_THE_JOB = {
+    "SLURM_JOB_ID": "7",
+    "MPI_HOME": "/opt/mpi",
+    "SLURM_TMPDIR": "/scratch/7",
+    "CUDA_VISIBLE_DEVICES": "2",
+    "WANDB_API_KEY": "k",
+}
+
+
+def test_a_launchers_place_of_a_process_is_not_inherited_and_the_job_is() -> None:
+    made = for_children({**LAUNCHERS, **OF_THE_JOB})
+    assert not made.keys() & LAUNCHERS.keys()
+    assert {name: made[name] for name in OF_THE_JOB} == OF_THE_JOB
+
+
+def test_nothing_changes_the_second_time() -> None:
+    once = for_children({**LAUNCHERS, **OF_THE_JOB, "LANG": "zh_CN.GB18030"})
+    assert for_children(once) == once
+
+
+@pytest.mark.parametrize(
+    "present", [{}, {"no_proxy": "intern.example, 10.0.0.0/8"}, {"NO_PROXY": "intern.example"}, {"no_proxy": "*"}]
+)
+def test_this_machine_is_outside_of_proxies(present: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Python's urllib and requests decide. What was outside before still is."""
+    made = for_children({**present, "http_proxy": "http://127.0.0.1:9"})
+    for name in ("no_proxy", "NO_PROXY", "http_proxy"):
+        monkeypatch.setenv(name, made[name])
+    requests, httpx = pytest.importorskip("requests.utils"), pytest.importorskip("httpx")
+    httpx.Client().close()  # reads all entries
+    own = {
+        each.address for of_one in psutil.net_if_addrs().values() for each in of_one if each.family.name == "AF_INET"
+    }
+    for host in ("127.0.0.1", "localhost", *own, *("intern.example" for _ in present)):
+        assert urllib.request.proxy_bypass(host), host
+        assert requests.should_bypass_proxies(f"http://{host}:30000", None), host
+    elsewhere = present.get("no_proxy") == "*"
+    assert bool(urllib.request.proxy_bypass("hub.example")) is elsewhere
+
+
+@pytest.mark.parametrize(
+    "locale", [{"LC_ALL": "zh_CN.GB18030"}, {"LANG": "en_US.ISO-8859-1", "PYTHONIOENCODING": "latin-1"}, {"LANG": "C"}]
+)
+def test_a_child_has_utf8_for_files_streams_and_names_in_any_locale(locale: dict[str, str]) -> None:
+    code = (
+        "import json, locale, sys; "
+        "print(json.dumps([sys.stdout.encoding, open('/dev/null').encoding, sys.getfilesystemencoding(), "
+        "locale.setlocale(locale.LC_CTYPE, '')]))"
+    )
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("LC_", "LANG", "PYTHON"))}
+    done = subprocess.run([sys.executable, "-c", code], env=for_children({**kept, **locale}), capture_output=True)
+    *encodings, ctype = json.loads(done.stdout)
+    assert {each.lower() for each in encodings} == {"utf-8"}
+    assert ctype == "C.UTF-8"
+
+
+def test_a_locale_with_utf8_stays() -> None:
+    assert "LC_ALL" not in for_children({"LANG": "de_DE.utf8"})
+
+
+def test_a_home_that_cannot_be_written_is_replaced_by_one_that_has_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "home"
+    for file in ("rows.jsonl", ".ray/auth_token", ".cache/huggingface/token", ".cache/flashinfer/kernel.so"):
+        (home / file).parent.mkdir(parents=True, exist_ok=True)
+        (home / file).write_text(file)
+    monkeypatch.setenv("HOME", str(home))
+    assert home_is_writable()
+    access = os.access  # the tests may run as root, which can write to any folder
+    read_only = home / ".cache"
+    monkeypatch.setattr(
+        os, "access", lambda path, mode: (path != read_only and access(path, mode)) or not mode & os.W_OK
+    )
+    assert not home_is_writable()
+    monkeypatch.undo()
+    monkeypatch.setenv("HOME", str(home))
+
+    made = tmp_path / "made"
+    make_home(made)
+    for file in ("rows.jsonl", ".ray/auth_token", ".cache/huggingface/token"):
+        assert (made / file).read_text() == file
+    for folder in ("", ".cache", ".cache/flashinfer", ".ray", ".triton"):
+        (made / folder).mkdir(exist_ok=True)
+        (made / folder / "new").touch()
+    assert sorted(path.name for path in home.rglob("new")) == []
