@@ -1,9 +1,11 @@
-"""Where the program of a completion runs: under bubblewrap, under limits of the process alone, or on a server.
+"""Where the program of a completion runs: under bubblewrap, under Landlock and limits alone, or on a server.
 
-Every program gets an interpreter of its own, without packages, environment or files, which ends with it. All that goes
-in is text on its stdin, all that comes out is its stdout.
+Every program gets an interpreter of its own, without packages, environment or files, which ends with it. On this
+machine a seccomp filter and limits confine it in either case. All that goes in is its stdin, all that comes out is its
+stdout.
 """
 
+import contextlib
 import json
 import marshal
 import os
@@ -14,22 +16,26 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
+from app.reward.code.seccomp import seccomp_filter
 from app.utils.process import MARK
 
 RUNNER = Path(__file__).with_name("runner.py").read_text(encoding="utf-8")
 COMPILED = marshal.dumps(compile(RUNNER, "runner", "exec"))  # in front of the job: to compile takes 3 ms
-LOAD_RUNNER = f"import marshal, os; exec(marshal.loads(os.read(0, {len(COMPILED)})))"
+LOAD_RUNNER = f"""import marshal, os
+text = b""
+while len(text) < {len(COMPILED)}:
+    text += os.read(0, {len(COMPILED)} - len(text))
+exec(marshal.loads(text))"""
 PYTHON = os.path.realpath(sys.executable)
 READABLE = ("/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/dev/urandom")
-MAX_OUTPUT = 4 << 20  # bytes
-MAX_FILES = 64 << 20  # bytes of the private temporary folder, and of a file in it
-MAX_PROCESSES = 8
+MAX_OUTPUT = 4 << 20  # bytes, of a script and of an answer
+MAX_THREADS = 32
 MAX_DESCRIPTORS = 64
 EXIT_TIMEOUT_S = 0.5  # of a program that has closed its stdout
 PROBE_TIMEOUT_S = 10.0
@@ -43,26 +49,38 @@ class SandboxError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What a program wrote to its stdout, and whether it ended by itself with exit status 0."""
+    """What a script wrote to its stdout, and whether it ended by itself with exit status 0."""
 
     text: bytes
     ok: bool
 
 
-class Sandbox(Protocol):
-    """Runs programs. `LocalSandbox` and `SandboxFusion` implement it."""
+class Program(Protocol):
+    """A program that evaluates expressions, see `runner.py`."""
 
-    description: str
-
-    def run(self, job: dict[str, Any], stdin: str, timeout_s: float) -> Output:
-        """Run the job of `runner.py` for at most this long. Whatever the program does, nothing of it is left."""
+    def ask(self, expressions: Sequence[str]) -> Iterator[bytes]:
+        """Yield a line for each expression, none after the program has ended. It may wait for ever."""
         ...
 
 
-def job_text(job: dict[str, Any], stdin: str) -> bytes:
-    """Return the stdin of `runner.py`. Surrogates of a completion's text, which no source has, become `?`."""
-    literal = repr(job).encode(errors="replace")
-    return b"%d\n%b%b" % (len(literal), literal, stdin.encode(errors="replace"))
+class Sandbox(Protocol):
+    """Runs programs. `LocalSandbox` and `SandboxFusion` implement it. Whatever a program does, nothing of it is left."""
+
+    description: str
+
+    def run(self, code: str, stdin: str, timeout_s: float) -> Output:
+        """Run a script for at most this long."""
+        ...
+
+    def started(self, code: str, timeout_s: float) -> contextlib.AbstractContextManager[Program]:
+        """Run a program until the block ends, which is after at most this long."""
+        ...
+
+
+def frame(text: str) -> bytes:
+    """Return a frame of `runner.py`. Surrogates of a completion's text, which no source has, become `?`."""
+    encoded = text.encode(errors="replace")
+    return b"%d\n%b" % (len(encoded), encoded)
 
 
 class LocalSandbox:
@@ -70,7 +88,7 @@ class LocalSandbox:
 
     Args:
         kind: namespaces or process.
-        memory: Address space of each process of a program, in bytes.
+        memory: Address space of a program, in bytes.
         stderr: Descriptor of what programs write there.
     """
 
@@ -81,15 +99,29 @@ class LocalSandbox:
         self._command = [*(bubblewrap() if kind == NAMESPACES else ()), PYTHON, "-I", "-S", "-B", "-c", LOAD_RUNNER]
         self.description = describe(kind)
 
-    def run(self, job: dict[str, Any], stdin: str, timeout_s: float) -> Output:
+    def run(self, code: str, stdin: str, timeout_s: float) -> Output:
         """See `Sandbox.run`."""
         deadline = time.monotonic() + timeout_s
         with open(os.memfd_create("job"), "w+b") as file:
-            file.write(COMPILED + job_text({**job, "limits": self._limits(timeout_s)}, stdin))
+            file.write(self._job(code, True, timeout_s) + stdin.encode(errors="replace"))
             file.seek(0)
-            return self._run(file.fileno(), deadline)
+            with self._process(file.fileno()) as process:
+                assert process.stdout is not None
+                text = read(process.stdout.fileno(), deadline)
+                try:
+                    status = process.wait(min(EXIT_TIMEOUT_S, max(0.0, deadline - time.monotonic())))
+                except subprocess.TimeoutExpired:
+                    status = 1
+                return Output(text, len(text) <= MAX_OUTPUT and status == 0)
 
-    def _run(self, stdin: int, deadline: float) -> Output:
+    @contextlib.contextmanager
+    def started(self, code: str, timeout_s: float) -> Iterator["LocalProgram"]:
+        """See `Sandbox.started`."""
+        with self._process(subprocess.PIPE) as process:
+            yield LocalProgram(process, self._job(code, False, timeout_s))
+
+    @contextlib.contextmanager
+    def _process(self, stdin: int) -> Iterator[subprocess.Popen[bytes]]:
         with subprocess.Popen(
             self._command,
             stdin=stdin,
@@ -100,32 +132,52 @@ class LocalSandbox:
             start_new_session=True,  # a signal to its process group must not reach ours
         ) as process:
             try:
-                assert process.stdout is not None
-                text = _read(process.stdout.fileno(), deadline)
-                timeout_s = min(EXIT_TIMEOUT_S, max(0.0, deadline - time.monotonic()))
-                return Output(text, len(text) <= MAX_OUTPUT and process.wait(timeout_s) == 0)
-            except subprocess.TimeoutExpired:
-                return Output(text, ok=False)
+                yield process
             finally:
                 process.kill()  # of bubblewrap's namespaces the kernel then ends all processes
 
-    def _limits(self, timeout_s: float) -> dict[str, Any]:
-        process = self._kind == PROCESS
-        return {
-            "process": process,
-            "parent": os.getpid(),
+    def _job(self, code: str, script: bool, timeout_s: float) -> bytes:
+        limits = {
+            "parent": 1 if self._kind == NAMESPACES else os.getpid(),
             "readable": READABLE,
-            "uid": 60_100 + os.getpid() % 400,  # of no user; another one for each worker, whose processes are counted
+            "filter": seccomp_filter(),
+            "uid": 60_100 + os.getpid() % 400,  # of no user; another one for each worker, whose threads are counted
             "AS": self._memory,
             "CPU": int(timeout_s) + 1,
-            "FSIZE": 0 if process else MAX_FILES,
-            "NPROC": 0 if process else MAX_PROCESSES,
+            "FSIZE": 0,
+            # of root a user of its own; otherwise what runs under this user counts too, which is not known
+            "NPROC": MAX_THREADS + (0 if os.getuid() == 0 else _tasks()),
             "NOFILE": MAX_DESCRIPTORS,
             "CORE": 0,
         }
+        return COMPILED + frame(repr({"code": code, "script": script, "limits": limits}))
 
 
-def _read(descriptor: int, deadline: float) -> bytes:
+class LocalProgram:
+    """See `Program`. Another process may use it than the one that started it."""
+
+    def __init__(self, process: subprocess.Popen[bytes], job: bytes) -> None:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self._stdin, self._stdout = process.stdin, process.stdout
+        self._unsent = job
+
+    def ask(self, expressions: Sequence[str]) -> Iterator[bytes]:
+        """See `Program.ask`."""
+        for each in expressions:
+            try:
+                self._stdin.write(self._unsent + frame(each))
+                self._stdin.flush()
+            except BrokenPipeError:
+                return
+            self._unsent = b""
+            line = self._stdout.readline(MAX_OUTPUT)
+            if not line.endswith(b"\n"):
+                return
+            yield line
+
+
+def read(descriptor: int, deadline: float) -> bytes:
     """Read until the end, the deadline, or one byte more than `MAX_OUTPUT`."""
     pieces, size = [], 0
     poll = select.poll()
@@ -137,6 +189,11 @@ def _read(descriptor: int, deadline: float) -> bytes:
         pieces.append(piece)
         size += len(piece)
     return b"".join(pieces)
+
+
+def _tasks() -> int:
+    """Return how many processes and threads the machine has."""
+    return int(Path("/proc/loadavg").read_text(encoding="ascii").split()[3].partition("/")[2])
 
 
 def bubblewrap() -> Sequence[str]:
@@ -156,9 +213,7 @@ def bubblewrap() -> Sequence[str]:
         command += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     for path in dict.fromkeys((*READABLE[:-1], sys.base_prefix)):
         command += ["--ro-bind-try", path, path]
-    command += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
-    command += ["--perms", "1777", "--size", str(MAX_FILES), "--tmpfs", "/tmp", "--remount-ro", "/", "--chdir", "/tmp"]
-    return command
+    return [*command, "--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/"]
 
 
 class SandboxFusion:
@@ -176,40 +231,67 @@ class SandboxFusion:
         self._memory = memory
         self.description = f"{self._url}: a Sandbox Fusion server, which isolates programs itself"
 
-    def run(self, job: dict[str, Any], stdin: str, timeout_s: float) -> Output:
+    def run(self, code: str, stdin: str, timeout_s: float) -> Output:
         """See `Sandbox.run`.
 
         Raises:
             SandboxError: The server does not answer, or not with a result.
         """
+        return self.run_job(code, True, stdin, timeout_s)
+
+    @contextlib.contextmanager
+    def started(self, code: str, timeout_s: float) -> Iterator["FusionProgram"]:
+        """See `Sandbox.started`."""
+        yield FusionProgram(self, code, time.monotonic() + timeout_s)
+
+    def run_job(self, code: str, script: bool, stdin: str, timeout_s: float) -> Output:
+        """Run the runner on a job and what follows it. Raises as `run`."""
         request = {
             "language": "python",
             "code": RUNNER,
-            "stdin": job_text({**job, "limits": None}, stdin).decode(),
+            "stdin": frame(repr({"code": code, "script": script, "limits": None})).decode()
+            + stdin.encode(errors="replace").decode(),
             "run_timeout": timeout_s,
             "memory_limit_MB": self._memory >> 20,
         }
-        result = self._post("/run_code", request, timeout_s + NETWORK_TIMEOUT_S).get("run_result") or {}
+        body = json.dumps(request).encode()
+        address = f"{self._url}/run_code"
+        post = urllib.request.Request(address, body, {"Content-Type": "application/json"})
+        try:
+            with urllib.request.urlopen(post, timeout=timeout_s + NETWORK_TIMEOUT_S) as reply:
+                answer = json.load(reply)
+        except (OSError, ValueError) as error:
+            raise SandboxError(f"{address}: {error}") from error
+        if not isinstance(answer, dict) or answer.get("status") == "SandboxError":
+            raise SandboxError(f"{address} returned {str(answer)[:100]!r}")
+        result = answer.get("run_result") or {}
         text = str(result.get("stdout") or "").encode(errors="replace")
         return Output(text, result.get("status") == "Finished" and result.get("return_code") == 0)
 
-    def _post(self, path: str, value: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        body = json.dumps(value).encode()
-        request = urllib.request.Request(self._url + path, body, {"Content-Type": "application/json"})
-        try:
-            with urllib.request.urlopen(request, timeout=timeout_s) as reply:
-                answer = json.load(reply)
-        except (OSError, ValueError) as error:
-            raise SandboxError(f"{self._url}{path}: {error}") from error
-        if not isinstance(answer, dict) or answer.get("status") == "SandboxError":
-            raise SandboxError(f"{self._url}{path} returned {str(answer)[:100]!r}")
-        return answer
+
+class FusionProgram:
+    """See `Program`. A server runs a program once, so that each time it evaluates all expressions so far again."""
+
+    def __init__(self, server: SandboxFusion, code: str, deadline: float) -> None:
+        self._server = server
+        self._code = code
+        self._deadline = deadline
+        self._sent = ""
+        self._answered = 0
+
+    def ask(self, expressions: Sequence[str]) -> Iterator[bytes]:
+        """See `Program.ask`. Raises `SandboxError`."""
+        self._sent += b"".join(map(frame, expressions)).decode()
+        remaining = max(0.1, self._deadline - time.monotonic())
+        lines = self._server.run_job(self._code, False, self._sent, remaining).text.split(b"\n")[:-1]
+        new = lines[self._answered : self._answered + len(expressions)]
+        self._answered += len(new)
+        yield from new
 
 
 def runs_programs(sandbox: Sandbox) -> bool:
     """Whether a sandbox runs a program that prints 42. Raises `SandboxError`."""
-    output = sandbox.run({"code": "print(42)", "operations": None}, "", PROBE_TIMEOUT_S)
-    return output == Output(b"42\n", ok=True)
+    return sandbox.run("print(42)", "", PROBE_TIMEOUT_S) == Output(b"42\n", ok=True)
 
 
 @cache
