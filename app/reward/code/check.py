@@ -39,7 +39,7 @@ def describe_tests(sets: Sequence[Sequence[tuple[str, Mapping[str, Any], str]]])
             tests = read_tests(columns, answer)
         except NoTests as error:
             raise ConfigError("reward", "code", ACCEPTED, f"{place}: {error}") from error
-        forms[tests.name] += 1
+        forms[tests.form] += 1
     counted = ", ".join(f"{name} in {count:,} rows" for name, count in forms.items())
     unread = any(len(rows) > MAX_ROWS for rows in sets)
     return f"{counted}{f', of the first {MAX_ROWS} of each set' if unread else ''}"

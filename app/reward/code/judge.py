@@ -2,7 +2,7 @@
 
 Tests run in a fork of this process, as trusted as the rows, on a `Remote` for each object of the program. What they do
 with one is an expression that the program's process evaluates. Only values of Python's standard types come back; any
-other is a `Remote` again, which is equal to nothing else, so that no `__eq__` of the program decides.
+other is a `Remote` again, which is equal to no value, so that no `__eq__` of the program decides what a value is.
 
 Invariants:
 - The fork is killed at the deadline, whatever a test does with a value, or catches.
@@ -13,10 +13,10 @@ import builtins
 import datetime
 import importlib
 import json
+import multiprocessing
 import os
 import pickle
 import random
-import signal
 import sys
 import time
 from collections import deque
@@ -27,16 +27,16 @@ from fractions import Fraction
 from typing import Any
 
 from app.reward.code.row_tests import Asserts, Calls, Stdin, Tests
-from app.reward.code.sandbox import Program, Sandbox, SandboxError, read
+from app.reward.code.sandbox import Program, Sandbox, SandboxError
 from app.worker.process import die_with_parent
 
-ATOMS = (type(None), bool, int, float, str, bytes)
-# How a value is made of what `runner.encoded` wrote below its type: of one argument, or of several
-OF_ONE: Mapping[str, Callable[[Any], Any]] = {
+ATOMS = (type(None), bool, float, str, bytes)
+# Constructors of what `runner.typed` named: of all its parts, or of one after another
+OF_PARTS: Mapping[str, Callable[[Any], Any]] = {
     **{each.__name__: each for each in (dict, tuple, set, frozenset, bytes, bytearray, deque)},
     "int": lambda text: int(text, 16),
 }
-OF_SEVERAL: Mapping[str, Callable[..., Any]] = {
+OF_ARGUMENTS: Mapping[str, Callable[..., Any]] = {
     **{each.__name__: each for each in (complex, range, Fraction, Decimal)},
     **{name: getattr(datetime, name) for name in ("date", "datetime", "time", "timedelta", "timezone")},
 }
@@ -60,9 +60,9 @@ class Judge:
         deadline = time.monotonic() + self.timeout_s
         if isinstance(tests, Stdin):
             return sum(self._until_failed(self._scripts(code, tests, deadline)))
-        exam = in_calls if isinstance(tests, Calls) else in_asserts
         with self.sandbox.started(code, self.timeout_s) as program:
-            return sum(forked(lambda: self._until_failed(exam(program, tests)), deadline))
+            exam = in_calls(program, tests) if isinstance(tests, Calls) else in_asserts(program, tests)
+            return sum(forked(self._until_failed(exam), deadline))
 
     def _until_failed(self, verdicts: Iterator[bool]) -> Iterator[bool]:
         for passed in verdicts:
@@ -78,112 +78,119 @@ class Judge:
             yield output.ok and same_lines(output.text.decode(errors="replace"), expected)
 
 
-def forked(exam: Callable[[], Iterator[bool]], deadline: float) -> list[bool]:
-    """Return what an exam yields until the deadline, in a fork of this process. Raises `SandboxError` as it does."""
-    parent = os.getpid()
-    readable, writable = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
+def forked(verdicts: Iterator[bool], deadline: float) -> list[bool]:
+    """Return what an iterator yields in a fork of this process until the deadline. Raises `SandboxError` as it does."""
+    with open(os.memfd_create("verdicts"), "r+b", buffering=0) as file:
+        parent = os.getpid()
+
+        def write() -> None:
             die_with_parent(parent)
             sys.set_int_max_str_digits(0)
-            for passed in exam():
-                os.write(writable, b"1" if passed else b"0")
-        except SandboxError as error:
-            os.write(writable, f"!{error}".encode())
-        finally:
-            os._exit(0)
+            try:
+                for passed in verdicts:
+                    file.write(b"1" if passed else b"0")
+            except SandboxError as error:
+                file.write(f"!{error}".encode())
 
-    os.close(writable)
-    try:
-        verdicts, _, error = read(readable, deadline).partition(b"!")
-    finally:
-        os.close(readable)
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+        child = multiprocessing.get_context("fork").Process(target=write)
+        child.start()
+        child.join(max(0.0, deadline - time.monotonic()))
+        child.kill()
+        child.join()
+        child.close()
+        text, _, error = os.pread(file.fileno(), 1 << 20, 0).partition(b"!")
     if error:
         raise SandboxError(error.decode())
-    return [each == ord("1") for each in verdicts]
+    return [each == ord("1") for each in text]
 
 
 def in_calls(program: Program, tests: Calls) -> Iterator[bool]:
     """Yield for each call whether it returns what it shall."""
-    session = Session(program)
+    session = Session(program, frozenset(), frozenset())
     name = repr(tests.function)
     function = f"(g[{name}] if {name} in g else getattr(g['Solution'](), {name}))"
-    calls = [f"{function}({', '.join(map(session.source, given))})" for given, _ in tests.cases]
+    calls = [f"'value', {function}({', '.join(map(session.source, given))})" for given, _ in tests.cases]
     for line, (_, expected) in zip(program.ask(calls), tests.cases, strict=False):
-        yield same_value(session.read(line), expected)
+        kind, value = session.answer(line)
+        yield kind == "value" and same_value(value, expected)
 
 
 def in_asserts(program: Program, tests: Asserts) -> Iterator[bool]:
     """Yield for each statement whether it ends without an exception, after it asked the program for what it defines."""
     for statement in tests.cases:
         random.seed(0)  # a test that draws its inputs draws the same for each program
-        session = Session(program)
-        names = Names(session, tests)
+        session = Session(program, tests.defined, tests.modules)
         try:
-            exec(compile(tests.setup, "setup", "exec"), names)
-            exec(compile(statement, "test", "exec"), names)
+            exec(compile(tests.setup, "setup", "exec"), session)
+            exec(compile(statement, "test", "exec"), session)
         except BaseException:  # also what the program's values make a test raise
             yield False
         else:
             yield session.asked and not session.lacking
 
 
-@dataclass(frozen=True, slots=True)
-class Special:
-    """An answer that is no value: `raised`, `changed` (arguments), or `call` (of a function that the test lent)."""
+class Session(dict[str, Any]):
+    """Globals of a test: what it defines, builtins, modules of the standard library, else names of the program.
 
-    kind: str
-    content: Any
-
-
-class Session:
-    """A test's side of a program.
+    Args:
+        defined: Names of the program, even if they are builtins'.
+        modules: Names of modules that the test may not have imported.
 
     Attributes:
         asked: The program has answered.
         lacking: It does not define a name that the test uses.
     """
 
-    def __init__(self, program: Program) -> None:
-        self._program = program
+    def __init__(self, program: Program, defined: frozenset[str], modules: frozenset[str]) -> None:
+        super().__init__(__name__="test")
+        self.asked = self.lacking = False
+        self._program, self._defined, self._modules = program, defined, modules
         self._lent: list[Callable[..., Any]] = []
         self._classes: dict[str, type] = {}
-        self.asked = False
-        self.lacking = False
 
-    def ask(self, expression: str) -> Any:
-        """Return the value of an expression, or raise what it raised. Without an answer, the program has ended."""
-        answer = self.read(next(self._program.ask([expression]), b""))
-        while isinstance(answer, Special) and answer.kind == "call":
-            answer = self.read(next(self._program.ask([self._called(*answer.content)]), b""))
-        self.asked = True
-        if isinstance(answer, Special) and answer.kind == "raised":
-            raise answer.content
-        return answer
-
-    def name(self, name: str) -> Any:
-        """Return a global of the program."""
+    def __missing__(self, name: str) -> Any:
+        if name not in self._defined:
+            if hasattr(builtins, name):
+                raise KeyError(name)
+            if name in self._modules:
+                return importlib.import_module(name)
         try:
             return self.ask(f"g[{name!r}]")
         except KeyError:
             self.lacking = True
-            raise NameError(name) from None
+            raise
+
+    def ask(self, expression: str) -> Any:
+        """Return the value of an expression, or raise what it raised."""
+        return self._asked(f"'value', {expression}")[1]
 
     def call(self, function: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call a function of the program. Where it returns nothing, its changes of the arguments are made here too."""
-        result = self.ask(f"do({function}, {self.source(list(args))}, {self.source(dict(kwargs))})")
-        if not isinstance(result, Special):
-            return result
-        for given, changed in zip([*args, *kwargs.values()], result.content, strict=True):
+        kind, value = self._asked(f"do({function}, {self.source(list(args))}, {self.source(dict(kwargs))})")
+        if kind != "changed":
+            return value
+        for given, changed in zip([*args, *kwargs.values()], value, strict=True):
             if isinstance(given, list | bytearray):
                 given[:] = changed
             elif isinstance(given, dict | set):
                 given.clear()
                 given.update(changed)
         return None
+
+    def _asked(self, expression: str) -> tuple[str, Any]:
+        kind, value = self.answer(next(self._program.ask([expression]), b""))
+        while kind == "call":
+            kind, value = self.answer(next(self._program.ask([self._called(*value)]), b""))
+        self.asked = True
+        if kind == "raised":
+            raise value
+        return kind, value
+
+    def _called(self, number: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+        try:
+            return f"'value', {self.source(self._lent[number](*args, **kwargs))}"
+        except Exception as error:
+            return f"'raised', {self.source(error)}"
 
     def source(self, value: Any) -> str:
         """Return an expression of a value, for the program's process."""
@@ -196,92 +203,51 @@ class Session:
         if type(value) in (list, tuple, set, frozenset):
             return f"{type(value).__name__}([{', '.join(map(self.source, value))}])"
         if type(value) is dict:
-            pairs = (f"{self.source(key)}: {self.source(each)}" for key, each in value.items())
-            return f"{{{', '.join(pairs)}}}"
+            return f"dict({self.source(list(value.items()))})"
         try:
             return f"loads({pickle.dumps(value)!r})"
         except (pickle.PicklingError, AttributeError, TypeError):
             if not callable(value):
                 raise
         self._lent.append(value)
-        return f"call({len(self._lent) - 1})"
+        return f"lent({len(self._lent) - 1})"
 
-    def _called(self, number: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    def answer(self, line: bytes) -> tuple[str, Any]:
+        """Return the kind and the value of an answer. Without a valid one the program has ended, and so does this."""
         try:
-            return self.source(self._lent[number](*args, **kwargs))
-        except Exception as error:
-            return f"throw({self.source(error)})"
-
-    def read(self, line: bytes) -> Any:
-        """Return an answer. Without one, or with what `runner.encoded` would not write, the exam is over."""
-        try:
-            answer = json.loads(line)
-            if not isinstance(answer, dict) or answer.keys().isdisjoint(("raised", "changed", "call")):
-                return self._decoded(answer)
-            ((kind, content),) = answer.items()
-            content = self._decoded(content)
+            kind, value = json.loads(line)
+            value = self._decoded(value)
             if kind == "raised":
-                names, args = content
-                error = self._class(names)
-                content = error.__new__(error, *args)
-                assert isinstance(content, BaseException)
-            return Special(kind, content)
+                (error, *bases), args = value
+                value = self._class(error, *bases).__new__(self._class(error, *bases), *args)
+                assert isinstance(value, BaseException)
         except Exception:
             os._exit(0)
+        return kind, value
 
     def _decoded(self, value: Any) -> Any:
         if isinstance(value, list):
             return [self._decoded(each) for each in value]
         if not isinstance(value, dict):
             return value
-        ((kind, content),) = value.items()
-        content = self._decoded(content)
-        if kind == "object":
-            return Remote(self, f"r[{content:d}]")
-        if kind == "class":
-            return self._class(content)
-        return OF_ONE[kind](content) if kind in OF_ONE else OF_SEVERAL[kind](*content)
+        ((name, parts),) = value.items()
+        parts = self._decoded(parts)
+        if name == "object":
+            return Remote(self, f"r[{parts:d}]")
+        if name == "class":
+            return self._class(*parts)
+        return OF_PARTS[name](parts) if name in OF_PARTS else OF_ARGUMENTS[name](*parts)
 
-    def _class(self, names: Sequence[str]) -> type:
-        """Return the builtin class of the first of these names; else a class of that name, derived from the others."""
-        known = getattr(builtins, names[0], None) or self._classes.get(names[0])
+    def _class(self, name: str, *bases: str) -> type:
+        """Return the builtin class of this name; else a class of that name, derived from the others."""
+        known = getattr(builtins, name, None) or self._classes.get(name)
         if not isinstance(known, type):
-            known = self._classes[names[0]] = type(names[0], (self._class(names[1:]),), {})
+            known = self._classes[name] = type(name, (self._class(*bases),), {})
         return known
 
 
-class Names(dict[str, Any]):
-    """Globals of a test: what it defines, builtins, modules of the standard library, else names of the program."""
-
-    def __init__(self, session: Session, tests: Asserts) -> None:
-        super().__init__(__name__="test")
-        self._session = session
-        self._tests = tests
-
-    def __missing__(self, name: str) -> Any:
-        if name not in self._tests.defined:
-            if hasattr(builtins, name):
-                raise KeyError(name)
-            if name in self._tests.modules:
-                return importlib.import_module(name)
-        return self._session.name(name)
-
-
-# What Python does with an object, as an expression of it and of further operands. Comparisons are left out: the
-# program's own would decide a test.
-OPERATIONS = {
-    **{name: f"{name}({{0}})" for name in ("len", "bool", "str", "repr", "int", "float", "abs", "iter", "next")},
-    **{"neg": "-{0}", "pos": "+{0}", "invert": "~{0}", "getitem": "{0}[{1}]", "instancecheck": "isinstance({1}, {0})"},
-    **{"setattr": "setattr({0}, {1}, {2})", "setitem": "{0}.__setitem__({1}, {2})", "delitem": "{0}.__delitem__({1})"},
-    **{"enter": "{0}.__enter__()", "exit": "{0}.__exit__(None, None, None)"},
-}
-BINARY = dict(add="+", sub="-", mul="*", truediv="/", floordiv="//", mod="%", pow="**", matmul="@")
-for _name, _symbol in BINARY.items() | {"and": "&", "or": "|", "xor": "^", "lshift": "<<", "rshift": ">>"}.items():
-    OPERATIONS |= {_name: f"{{0}} {_symbol} {{1}}", f"r{_name}": f"{{1}} {_symbol} {{0}}"}
-
-
 class Remote:
-    """A function, class or object of the program, which is equal to itself alone."""
+    """A function, class or object of the program. Only another one can be equal to it, or be compared with it."""
 
     __slots__ = ("_expression", "_session")
 
@@ -298,8 +264,23 @@ class Remote:
         return self._session.ask(f"{self._expression}.{name}")
 
 
-def _operation(template: str) -> Callable[..., Any]:
+# What Python does with an object and operands
+OPERATIONS = {
+    **{name: f"{name}({{0}})" for name in ("len", "bool", "str", "repr", "int", "float", "abs", "iter", "next")},
+    **{"neg": "-{0}", "pos": "+{0}", "invert": "~{0}", "getitem": "{0}[{1}]", "instancecheck": "isinstance({1}, {0})"},
+    **{"setattr": "setattr({0}, {1}, {2})", "setitem": "{0}.__setitem__({1}, {2})", "delitem": "{0}.__delitem__({1})"},
+    **{"enter": "{0}.__enter__()", "exit": "{0}.__exit__(None, None, None)"},
+}
+COMPARISONS = "eq == lt < le <= gt > ge >=".split()
+BINARY = "add + sub - mul * truediv / floordiv // mod % pow ** matmul @ and & or | xor ^ lshift << rshift >>".split()
+for _name, _symbol in zip(BINARY[::2], BINARY[1::2], strict=True):
+    OPERATIONS |= {_name: f"{{0}} {_symbol} {{1}}", f"r{_name}": f"{{1}} {_symbol} {{0}}"}
+
+
+def _operation(template: str, compares: bool = False) -> Callable[..., Any]:
     def method(self: Remote, *operands: Any) -> Any:
+        if compares and not isinstance(operands[0], Remote):
+            return NotImplemented
         return self._session.ask(template.format(*map(self._session.source, (self, *operands))))
 
     return method
@@ -307,6 +288,8 @@ def _operation(template: str) -> Callable[..., Any]:
 
 for _name, _template in OPERATIONS.items():
     setattr(Remote, f"__{_name}__", _operation(_template))
+for _name, _symbol in zip(COMPARISONS[::2], COMPARISONS[1::2], strict=True):
+    setattr(Remote, f"__{_name}__", _operation(f"{{0}} {_symbol} {{1}}", compares=True))
 
 
 def same_value(found: Any, expected: Any) -> bool:

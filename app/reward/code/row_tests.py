@@ -12,12 +12,14 @@
 import ast
 import base64
 import binascii
+import builtins
 import io
 import json
 import pickle
+import re
 import sys
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,15 +38,17 @@ class Asserts:
     """Statements, each of which passes unless it raises.
 
     setup: Code before each of them.
-    defined: Names of the reference solution. One of a builtin (`def sum(a, b)`) means the program's.
+    defined: Names of the program, even if they are builtins': those of the reference solution, and the entry point.
     modules: Of the standard library, that the tests use as such, maybe without importing them.
+    names: What the program may have to define.
     """
 
     setup: str
     cases: Sequence[str]  # statements
     defined: frozenset[str] = frozenset()
     modules: frozenset[str] = frozenset()
-    name = "asserts"
+    names: frozenset[str] = frozenset()
+    form = "asserts"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +56,8 @@ class Stdin:
     """What a program reads and what it shall print."""
 
     cases: Sequence[tuple[str, str]]
-    name = "stdin and stdout"
+    names = frozenset[str]()
+    form = "stdin and stdout"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +66,12 @@ class Calls:
 
     function: str
     cases: Sequence[tuple[Sequence[Any], Any]]
-    name = "function calls"
+    form = "function calls"
+
+    @property
+    def names(self) -> frozenset[str]:
+        """What the program may have to define."""
+        return frozenset((self.function, "Solution"))
 
 
 Tests = Asserts | Stdin | Calls
@@ -89,7 +99,7 @@ def _read(row: Mapping[str, Any], answer: str) -> Tests | None:
         setup = [row.get("test_setup_code") or "", *(_json(row.get("test_imports")) or [])]
         return _asserts("\n".join(setup), [str(each) for each in _json(row["test_list"])], answer)
     if row.get("test") is not None and row.get("entry_point"):
-        return _asserts("", [f"{row['test']}\ncheck({row['entry_point']})"], answer)
+        return _asserts("", [f"{row['test']}\ncheck({row['entry_point']})"], answer, str(row["entry_point"]))
     if row.get("input_output") is not None:
         return _pairs(_json(row["input_output"]))
     if row.get("public_test_cases") is not None:
@@ -101,21 +111,23 @@ def _read(row: Mapping[str, Any], answer: str) -> Tests | None:
     return _pairs(content) if isinstance(content, dict) and {"inputs", "outputs"} <= content.keys() else None
 
 
-def _asserts(setup: str, statements: Sequence[str], answer: str) -> Asserts:
+def _asserts(setup: str, statements: Sequence[str], answer: str, entry_point: str = "") -> Asserts:
     nodes = [node for each in (setup, *statements) for node in ast.walk(ast.parse(each))]
     owners = {node.value.id for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)}
-    defined = frozenset(_defined(answer))
-    return Asserts(setup, statements, defined, frozenset(owners & sys.stdlib_module_names - defined))
+    defined = {*_defined(answer), *re.findall(r"^\w+", entry_point)}
+    modules = owners & sys.stdlib_module_names - defined
+    own = {getattr(node, "name", getattr(node, "arg", None)) for node in nodes}  # functions, classes, parameters
+    own |= {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
+    used = {node.id for node in nodes if isinstance(node, ast.Name)} - {*dir(builtins), *modules, *own}
+    return Asserts(setup, statements, *map(frozenset, (defined, modules, used | defined)))
 
 
-def _defined(source: str) -> Iterator[str]:
+def _defined(source: str) -> Sequence[str]:
     try:
         statements = ast.parse(source.strip()).body
     except (SyntaxError, ValueError):
-        return
-    for each in statements:
-        if isinstance(each, ast.FunctionDef | ast.ClassDef):
-            yield each.name
+        return ()
+    return [each.name for each in statements if isinstance(each, ast.FunctionDef | ast.ClassDef)]
 
 
 def _pairs(value: Mapping[str, Any]) -> Tests:

@@ -16,7 +16,6 @@ import sys
 from _json import encode_basestring_ascii as quote  # the package `json` takes as long to import as all else
 
 if False:  # for the type checker
-    from collections.abc import Callable, Sequence
     from typing import Any
 
 READ_FILE, READ_FOLDER = 0b0101, 0b1101  # of Landlock; and execute
@@ -53,137 +52,114 @@ def confine(limits: dict[str, Any]) -> None:
     prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
 
     # Landlock has had these three rights from its first version, and the filter refuses all writing
-    handled = READ_FOLDER.to_bytes(8, sys.byteorder)
-    rules = syscall(CREATE_RULESET, handled, 8, 0)
+    rules = syscall(CREATE_RULESET, READ_FOLDER.to_bytes(8, sys.byteorder), 8, 0)
     for path in [*limits["readable"], *sys.path] if rules >= 0 else ():
-        try:
+        if os.path.exists(path):
             folder = os.open(path, os.O_PATH)
-        except OSError:
-            continue
-        right = READ_FOLDER if os.path.isdir(path) else READ_FILE
-        syscall(ADD_RULE, rules, 1, right.to_bytes(8, sys.byteorder) + folder.to_bytes(4, sys.byteorder), 0)
-        os.close(folder)
+            right = READ_FOLDER if os.path.isdir(path) else READ_FILE
+            syscall(ADD_RULE, rules, 1, right.to_bytes(8, sys.byteorder) + folder.to_bytes(4, sys.byteorder), 0)
+            os.close(folder)
     if rules >= 0 and syscall(RESTRICT_SELF, rules, 0):
         sys.exit("Landlock refused")
 
     for name in ("AS", "CPU", "FSIZE", "NPROC", "NOFILE", "CORE"):
         resource.setrlimit(getattr(resource, "RLIMIT_" + name), (limits[name], limits[name]))
-    instructions = limits["filter"]
-    length = (len(instructions) // 8).to_bytes(8, sys.byteorder)
-    if prctl(PR_SET_SECCOMP, 2, length + bytes(memoryview(Address(instructions))), 0, 0):  # type: ignore[arg-type]
+    length = (len(limits["filter"]) // 8).to_bytes(8, sys.byteorder)
+    if prctl(PR_SET_SECCOMP, 2, length + bytes(memoryview(Address(limits["filter"]))), 0, 0):  # type: ignore[arg-type]
         sys.exit("the kernel refused the seccomp filter")
 
 
-def encoded(value: object) -> str:
+def encoded(value: Any) -> str:
     """Return a value as JSON: plain types as they are, other standard ones as an object of one key, their type."""
     if value is None or value is True or value is False:
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, str):
         return quote(value)
-    if isinstance(value, list):
-        return "[" + ",".join(map(encoded, value)) + "]"
     if isinstance(value, int):
         return int.__repr__(value) if int.bit_length(value) < 10_000 else '{"int":"' + hex(value) + '"}'
     if isinstance(value, float):
         text = float.__repr__(value)
         return {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}.get(text, text)
-    return encoded_other(value)
+    if isinstance(value, list):
+        return "[" + ",".join(map(encoded, value)) + "]"
+    name, parts = typed(value)
+    return '{"' + name + '":' + encoded(parts) + "}"
 
 
-def encoded_other(value: Any) -> str:
-    """Return a value that JSON lacks; for an object of the program, its number in `r`."""
-    kind = type(value)
+def typed(value: Any) -> tuple[str, Any]:
+    """Return the type of a value that JSON lacks, and its parts; of an object of the program, its number in `r`."""
+    kind, module = type(value), type(value).__module__
     if isinstance(value, dict):
-        return '{"dict":' + encoded([list(pair) for pair in dict.items(value)]) + "}"
-    if isinstance(value, complex):
-        return '{"complex":' + encoded([value.real, value.imag]) + "}"
-    if isinstance(value, type) and (value.__module__ == "builtins" or issubclass(value, BaseException)):
-        return '{"class":' + encoded([each.__name__ for each in value.__mro__]) + "}"
+        return "dict", [list(pair) for pair in dict.items(value)]
     for plain in (tuple, set, frozenset, bytes, bytearray):
         if isinstance(value, plain):
-            return '{"' + plain.__name__ + '":' + encoded(list(value)) + "}"
-    if kind.__module__ == "collections" and kind.__name__ == "deque":
-        return '{"deque":' + encoded(list(value)) + "}"
-    if kind.__module__ in ("builtins", "fractions", "decimal", "datetime") and kind.__name__ in BY_ARGUMENTS:
-        return '{"' + kind.__name__ + '":' + encoded(list(value.__reduce__()[1])) + "}"
+            return plain.__name__, list(value)
+    if isinstance(value, complex):
+        return "complex", [value.real, value.imag]
+    if isinstance(value, type) and (value.__module__ == "builtins" or issubclass(value, BaseException)):
+        return "class", [each.__name__ for each in value.__mro__]
+    if module == "collections" and kind.__name__ == "deque":
+        return "deque", list(value)
+    if module in ("builtins", "fractions", "decimal", "datetime") and kind.__name__ in BY_ARGUMENTS:
+        return kind.__name__, list(value.__reduce__()[1])
     objects.append(value)
-    return '{"object":' + str(len(objects) - 1) + "}"
+    return "object", len(objects) - 1
 
 
-class Changed(list):  # type: ignore[type-arg]
-    """Arguments after a call that changed them, and returned nothing."""
-
-
-def do(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Call a function of the program."""
+def do(function: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Call a function of the program; where it returns nothing, return what it changed its arguments to."""
     given = [*args, *kwargs.values()]
     before = encoded(given)
     result = function(*args, **kwargs)
-    return Changed(given) if result is None and encoded(given) != before else result
+    return ("changed", given) if result is None and encoded(given) != before else ("value", result)
 
 
-class Frames:
-    """Expressions on stdin, and their answers."""
+def serve(names: dict[str, Any], stdin: int, results: int) -> None:
+    """Answer one expression after another."""
+    write, encode, next_frame = os.write, encoded, frame
 
-    def __init__(self, stdin: int, results: int, names: dict[str, Any]) -> None:
-        self.stdin, self.results, self.write = stdin, results, os.write
-        self.names = {**names, "r": objects, "do": do, "call": self.call, "throw": self.throw, "loads": self.loads}
-
-    def send(self, line: str) -> None:
-        left = f"{line}\n".encode()
+    def send(kind: str, value: Any) -> None:
+        left = f'["{kind}",{encode(value)}]\n'.encode()
         while left:
-            left = left[self.write(self.results, left) :]
+            left = left[write(results, left) :]
 
-    def call(self, number: int) -> Callable[..., Any]:
-        """Return a function of the test."""
-
+    def lent(number: int) -> Any:
         def function(*args: Any, **kwargs: Any) -> Any:
-            self.send('{"call":' + encoded([number, list(args), kwargs]) + "}")
-            return eval(frame(self.stdin), self.names)
+            send("call", [number, list(args), kwargs])
+            kind, value = eval(next_frame(stdin), names)
+            if kind == "raised":
+                raise value
+            return value
 
         return function
 
-    def throw(self, error: BaseException) -> None:
-        raise error
-
-    def loads(self, text: bytes) -> Any:
+    def loads(text: bytes) -> Any:
         import pickle
 
         return pickle.loads(text)
 
-    def answer(self, expression: bytes) -> None:
+    names |= {"r": objects, "do": do, "lent": lent, "loads": loads, "nan": float("nan"), "inf": float("inf")}
+    while expression := next_frame(stdin):
         try:
-            value = eval(expression, self.names)
-            line = '{"changed":' + encoded(list(value)) + "}" if isinstance(value, Changed) else encoded(value)
+            send(*eval(expression, names))
         except BaseException as error:
-            names = [each.__name__ for each in type(error).__mro__]
-            line = '{"raised":' + encoded([names, [each for each in error.args if isinstance(each, str | int)]]) + "}"
-        self.send(line)
+            args = [each for each in error.args if isinstance(each, str | int | float)]
+            send("raised", [[each.__name__ for each in type(error).__mro__], args])
 
 
 def frame(stdin: int) -> bytes:
-    """Read a frame, and no byte more; without one, nothing."""
-    digits = b""
+    """Read a frame, and no byte more; at the end, nothing."""
+    digits = text = b""
     while (byte := os.read(stdin, 1)) not in (b"\n", b""):
         digits += byte
-    text = b""
     while len(text) < int(digits or b"0") and (piece := os.read(stdin, int(digits) - len(text))):
         text += piece
     return text
 
 
-def provide() -> None:
-    """Add the names that programs of LeetCode's form use without an import, except those of builtins."""
-    for module in map(__import__, COMMON):
-        public = getattr(module, "__all__", None) or [each for each in dir(module) if each[0] != "_"]
-        found = {module.__name__: module, **{each: getattr(module, each) for each in public}}
-        vars(builtins).update({name: value for name, value in found.items() if not hasattr(builtins, name)})
-
-
 def main() -> None:
     """Read the job, and run it."""
-    constants = {"nan": float("nan"), "inf": float("inf")}
-    job = eval(frame(0), constants)
+    job = eval(frame(0))
     silent = os.open(os.devnull, os.O_RDWR)
     if job["limits"]:
         confine(job["limits"])
@@ -196,14 +172,15 @@ def main() -> None:
         exec(code, module.__dict__)
         return
 
-    frames = Frames(os.dup(0), os.dup(1), {**constants, "g": module.__dict__})
+    stdin, results = os.dup(0), os.dup(1)
     os.dup2(silent, 0)
     os.dup2(silent, 1)
-    if "class Solution" in job["code"]:
-        provide()
+    if "class Solution" in job["code"]:  # LeetCode's form, whose programs use these names without an import
+        for each in map(__import__, COMMON):
+            public = {name: getattr(each, name) for name in getattr(each, "__all__", dir(each)) if name[0] != "_"}
+            vars(builtins).update({**public, each.__name__: each, **vars(builtins)})
     exec(code, module.__dict__)
-    while expression := frame(frames.stdin):
-        frames.answer(expression)
+    serve({"g": module.__dict__}, stdin, results)
     os._exit(0)  # without what the program registered for its end
 
 
