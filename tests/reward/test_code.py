@@ -271,7 +271,7 @@ def test_a_sandbox_that_is_absent_is_refused(monkeypatch: pytest.MonkeyPatch, tm
             require_sandbox(CodeArgs(sandbox="http://127.0.0.1:9"))
     finally:
         available.cache_clear()
-    
+
 
 @pytest.mark.skipif(os.getuid() != 0 or shutil.which("setpriv") is None, reason="only root can give up capabilities")
 def test_where_bubblewrap_is_refused_as_in_a_container_the_run_names_its_reason() -> None:

@@ -29,7 +29,12 @@ objects: list[Any] = []
 def confine(limits: dict[str, Any]) -> None:
     """Give up what the program must not have, and die with the parent."""
     import resource
-    from _ctypes import CFuncPtr, _SimpleCData, dlopen, dlsym  # `ctypes` takes half as long to import as Python to start
+    from _ctypes import (
+        CFuncPtr,
+        _SimpleCData,
+        dlopen,
+        dlsym,
+    )  # `ctypes` takes half as long to import as Python to start
 
     class Function(CFuncPtr):
         _flags_ = 1  # of C

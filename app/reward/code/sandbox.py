@@ -113,7 +113,9 @@ class LocalSandbox:
 
     def _job(self, code: str, script: bool, timeout_s: float) -> bytes:
         # root's programs have a user of their own, other ones share that of the run, whose tasks count
-        others = 0 if os.getuid() == 0 else int(Path("/proc/loadavg").read_text(encoding="ascii").split()[3].split("/")[1])
+        others = (
+            0 if os.getuid() == 0 else int(Path("/proc/loadavg").read_text(encoding="ascii").split()[3].split("/")[1])
+        )
         limits = {
             "parent": 1 if self._kind == NAMESPACES else os.getpid(),
             "readable": READABLE,
