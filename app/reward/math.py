@@ -1,7 +1,8 @@
 r"""Reward component `math`: 1 if math-verify finds the completion's final answer equal to the reference; else 0.
 
-The final answer is the last `\boxed{…}`, else the text after the last `####`, else what math-verify finds at the end of
-the text ("the answer is …", a last number). Words are compared as words: as mathematics, "Paris" would equal "sPiar".
+The final answer is the last `\boxed{…}`, else the text after the last `####`, else all of the text or what follows "answer
+is" if that is the reference, else what math-verify finds at the end of the text (a last number). Words are compared as
+words: as mathematics, "Paris" would equal "sPiar". So are dates, times and ranges: `3-5` would be -2.
 
 Invariants:
 - Both sides are parsed by the same rules.
@@ -32,6 +33,21 @@ WRAPPER = re.compile(r"\\(?:text|math)[a-z]*\s*\{([^{}]*)\}")
 CUT = re.compile(r"(?<![\d,.])\d{1,3}+(?:,\d{3})++(?=,?\d)")
 WORD = re.compile(r"[^\W\d_]{2,}")
 WITH_UNIT = re.compile(r"([-+]?[\d.,/]+)((?: [^\W\d_]{3,}| cm| ft| kg| km| lb| mg| mm| oz)+)")
+# A unit behind a number, at the end: in \text with its power, or plain
+UNIT = re.compile(
+    r"(?:[\d}]|\\circ)(?:\\[,;! ]|[~\s])*(?:\\(?:text|math|mbox)[a-z]*\s*\{([^{}]*)\}|"
+    r"((?: ?\b[^\W\d_]{3,}| ?(?:cm|ft|kg|km|lb|mg|mm|oz)\b| [ghlms]\b|(?<=circ) ?[CF])+))\s*(?:\^\{?(\d)\}?)?"
+)
+MONEY = re.compile(r"[-+]?\\?\$ ?[\d.,]+")
+UNIT_NAMES = {"lb": "pound", "oz": "ounce", "feet": "foot", "ft": "foot", "inches": "inch", "people": "person"}
+# No sums and quotients. The second is one as an answer to -2, but not as the reference.
+DATE_OR_TIME = re.compile(
+    r"\d{1,4}(?:-\d{1,2}){2}|\d+/\d+/\d+|\d{3}-\d{4}|\d{1,2}:[0-5]\d(?::[0-5]\d)?(?: ?[ap]\.?m\.?)?", re.IGNORECASE
+)
+RANGE = re.compile(r"\d+(?:[.,]\d+)*-\d+(?:[.,]\d+)*(?: [^\W\d_]+)*")
+DASH = re.compile(r"(?<=\d)\s*(?:-+|[–—]|\bto\b)\s*(?=\d)")
+OPTION = re.compile(r"^\(?([A-Z])\)?(?:[.):]\s.*)?$")  # (C), C. Paris
+STATED = re.compile(r"(?i:\banswer\s*(?:is\b|:))[\s:*]*([^\n]+)")
 # numbers, operators and letters, in words
 NOT_UNITS = re.compile(
     r" (?:alpha|and|beta|cubed|delta|epsilon|factorial|gamma|half|halves|lambda|minus|omega|or|over|phi|plus|psi|rho|"
@@ -60,19 +76,28 @@ def math(trajectories: Sequence[Trajectory]) -> list[float]:
 
 def equal(reference: str, text: str) -> bool:
     """Whether the final answer of `text` equals that of `reference`, which may be marked or bare."""
-    expected = _clean(extract_final_answer(reference) or reference)
+    reference = extract_final_answer(reference) or reference
+    expected = _clean(reference)
     if not expected:
         raise ValueError(f"the reference answer {reference!r} is empty")
 
+    is_span = DATE_OR_TIME.fullmatch(expected) or RANGE.fullmatch(DASH.sub("-", expected))
     marked = extract_final_answer(text)
     if marked is None:
-        return not _is_word(expected) and _verify_last(expected, text[-TAIL:])
+        tail = text[-TAIL:]
+        last_words = " ".join(tail.split()[-len(expected.split()) :])
+        stated = [tail if len(text) <= TAIL else "", *STATED.findall(tail)[-1:], last_words if is_span else ""]
+        if any(_same_text(expected, _clean(each)) for each in stated):
+            return True
+        if is_span or _is_word(expected) or _other_unit(reference, tail.rstrip(TRAILING)):
+            return False
+        return _verify_last(expected, tail)
 
     answer = _clean(marked)
-    if answer == expected:
+    if _same_text(expected, answer):
         return True
-    if _is_word(expected):
-        return answer.casefold() == expected.casefold()
+    if is_span or _is_word(expected) or DATE_OR_TIME.fullmatch(answer) or _other_unit(reference, marked):
+        return False
     if _verify(expected, answer):
         return True
     number, expected_number = _without_unit(answer), _without_unit(expected)
@@ -82,6 +107,40 @@ def equal(reference: str, text: str) -> bool:
     # After ####, people write "18 dollars": the last number counts. A box holds the answer and nothing else.
     in_words = "\\" not in answer and WORD.search(answer) is not None
     return "\\boxed" not in text and in_words and _verify_last(expected, answer)
+
+
+def _same_text(expected: str, answer: str) -> bool:
+    """Whether an answer is the reference: as it is, as a word, as an option, or with another dash."""
+    expected, answer = (OPTION.sub(r"\1", DASH.sub("-", each)) for each in (expected, answer))
+    return expected == answer or (
+        expected.casefold() == answer.casefold()
+        and (_is_word(expected) or DATE_OR_TIME.fullmatch(expected) is not None)
+    )
+
+
+def _other_unit(reference: str, answer: str) -> bool:
+    """Whether both end with a unit, and not with the same: `5 hours` and `5 minutes`."""
+    one, other = (_unit(each) for each in (reference, answer))
+    if "" in (one, other) or one == other:
+        return False
+    short, long = sorted((one, other), key=len)
+    letters = iter(long)  # an abbreviation has some of the letters: hr, min, mph
+    return not (len(short) <= 3 < len(long) and short[0] == long[0] and all(each in letters for each in short))
+
+
+def _unit(answer: str) -> str:
+    """Return the unit at the end of an answer in the singular, with its power; nothing if there is none."""
+    if MONEY.fullmatch(answer.strip()):
+        return "dollar"
+    found = list(UNIT.finditer(answer.strip()))
+    if not found or found[-1].end() < len(answer.strip()):
+        return ""
+    words = re.findall(r"[^\W_]+", (found[-1][1] or found[-1][2]).casefold())
+    if NOT_UNITS.search(f" {' '.join(words)}"):
+        return ""
+    power = found[-1][3] or ("2" if {"square", "sq"} & set(words) else "3" if "cubic" in words else "")
+    names = [UNIT_NAMES.get(each) or UNIT_NAMES.get(each.removesuffix("s")) or each.removesuffix("s") for each in words]
+    return "".join(each for each in names if each not in ("square", "sq", "cubic")).replace("metre", "meter") + power
 
 
 def _without_unit(answer: str) -> str:
