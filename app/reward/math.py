@@ -1,8 +1,8 @@
 r"""Reward component `math`: 1 if math-verify finds the completion's final answer equal to the reference; else 0.
 
-The final answer is the last `\boxed{…}`, else the text after the last `####`, else all of the text or what follows "answer
-is" if that is the reference, else what math-verify finds at the end of the text (a last number). Words are compared as
-words: as mathematics, "Paris" would equal "sPiar". So are dates, times and ranges: `3-5` would be -2.
+The final answer is the last `\boxed{…}`, else the text after the last `####`, else all of the text or what follows
+"answer is" if that is the reference, else what math-verify finds at the end of the text (a last number). Words are
+compared as words: as mathematics, "Paris" would equal "sPiar". So are dates, times and ranges: `3-5` would be -2.
 
 Invariants:
 - Both sides are parsed by the same rules.
