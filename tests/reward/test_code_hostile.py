@@ -161,8 +161,7 @@ def alive(process: psutil.Process) -> bool:
 def returned(judge: Judge, program: str, argument: str = "") -> Any:
     """Return what `f(argument)` of a program returns."""
     with judge.sandbox.started(program, 60.0) as started:
-        (line,) = started.ask([f"'value', g['f']({argument!r})"])
-    return json.loads(line)[1]
+        return json.loads(started.ask(f"'value', g['f']({argument!r})"))[1]
 
 
 @pytest.fixture(autouse=True)

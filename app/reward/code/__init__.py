@@ -26,7 +26,7 @@ class code:  # noqa: N801  a component has its name
     Args:
         timeout_s: For all tests of a program.
         partial: Score the share.
-        sandbox: auto, namespaces, process, or the URL of a Sandbox Fusion server.
+        sandbox: auto, namespaces or process.
         memory_mib: Of a program.
 
     Raises:

@@ -21,8 +21,8 @@ def require_sandbox(args: CodeArgs) -> tuple[str, bool]:
     try:
         description = sandbox_of(args.sandbox, args.memory_mib << 20).description
     except SandboxError as error:
-        working = [kind for kind in (NAMESPACES, PROCESS) if "://" not in args.sandbox and available(kind) is None]
-        accepted = " or ".join([*working, "the URL of a Sandbox Fusion server that answers"])
+        working = [kind for kind in (NAMESPACES, PROCESS) if available(kind) is None]
+        accepted = " or ".join(working) or "a machine with bubblewrap, or with seccomp"
         raise ConfigError("reward.args.sandbox", args.sandbox, accepted, str(error)) from error
     return f"programs of completions run in {description}", args.sandbox == "auto" and description.startswith(PROCESS)
 

@@ -20,14 +20,14 @@ import random
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
 from typing import Any
 
 from app.reward.code.row_tests import Asserts, Calls, Stdin, Tests
-from app.reward.code.sandbox import Program, Sandbox, SandboxError
+from app.reward.code.sandbox import LocalSandbox, Program
 from app.worker.process import die_with_parent
 
 ATOMS = (type(None), bool, float, str, bytes)
@@ -44,19 +44,14 @@ OF_ARGUMENTS: Mapping[str, Callable[..., Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Judge:
-    """Runs tests on programs.
+    """Runs tests on programs."""
 
-    Args:
-        stop_early: Leave out the tests after the first that fails.
-        timeout_s: For all tests of a program.
-    """
-
-    sandbox: Sandbox
-    stop_early: bool
-    timeout_s: float
+    sandbox: LocalSandbox
+    stop_early: bool  # leave out the tests after the first that fails
+    timeout_s: float  # for all tests of a program
 
     def passed(self, code: str, tests: Tests) -> int:
-        """Return how many tests a program passes. Raises `SandboxError`."""
+        """Return how many tests a program passes."""
         deadline = time.monotonic() + self.timeout_s
         if isinstance(tests, Stdin):
             return sum(self._until_failed(self._scripts(code, tests, deadline)))
@@ -75,22 +70,19 @@ class Judge:
             if (remaining := deadline - time.monotonic()) <= 0:
                 return
             output = self.sandbox.run(code, given, remaining)
-            yield output.ok and same_lines(output.text.decode(errors="replace"), expected)
+            yield output is not None and same_lines(output, expected)
 
 
 def forked(verdicts: Iterator[bool], deadline: float) -> list[bool]:
-    """Return what an iterator yields in a fork of this process until the deadline. Raises `SandboxError` as it does."""
+    """Return what an iterator yields in a fork of this process until the deadline."""
     with open(os.memfd_create("verdicts"), "r+b", buffering=0) as file:
         parent = os.getpid()
 
         def write() -> None:
             die_with_parent(parent)
             sys.set_int_max_str_digits(0)
-            try:
-                for passed in verdicts:
-                    file.write(b"1" if passed else b"0")
-            except SandboxError as error:
-                file.write(f"!{error}".encode())
+            for passed in verdicts:
+                file.write(bytes([passed]))
 
         child = multiprocessing.get_context("fork").Process(target=write)
         child.start()
@@ -98,21 +90,21 @@ def forked(verdicts: Iterator[bool], deadline: float) -> list[bool]:
         child.kill()
         child.join()
         child.close()
-        text, _, error = os.pread(file.fileno(), 1 << 20, 0).partition(b"!")
-    if error:
-        raise SandboxError(error.decode())
-    return [each == ord("1") for each in text]
+        file.seek(0)
+        return [bool(each) for each in file.read()]
 
 
 def in_calls(program: Program, tests: Calls) -> Iterator[bool]:
     """Yield for each call whether it returns what it shall."""
-    session = Session(program, frozenset(), frozenset())
+    session = Session(program)
     name = repr(tests.function)
     function = f"(g[{name}] if {name} in g else getattr(g['Solution'](), {name}))"
-    calls = [f"'value', {function}({', '.join(map(session.source, given))})" for given, _ in tests.cases]
-    for line, (_, expected) in zip(program.ask(calls), tests.cases, strict=False):
-        kind, value = session.answer(line)
-        yield kind == "value" and same_value(value, expected)
+    for given, expected in tests.cases:
+        try:
+            passed = same_value(session.ask(f"{function}({', '.join(map(session.source, given))})"), expected)
+        except BaseException:  # also what its values make a comparison raise
+            passed = False
+        yield passed
 
 
 def in_asserts(program: Program, tests: Asserts) -> Iterator[bool]:
@@ -132,16 +124,12 @@ def in_asserts(program: Program, tests: Asserts) -> Iterator[bool]:
 class Session(dict[str, Any]):
     """Globals of a test: what it defines, builtins, modules of the standard library, else names of the program.
 
-    Args:
-        defined: Names of the program, even if they are builtins'.
-        modules: Names of modules that the test may not have imported.
-
     Attributes:
         asked: The program has answered.
         lacking: It does not define a name that the test uses.
     """
 
-    def __init__(self, program: Program, defined: frozenset[str], modules: frozenset[str]) -> None:
+    def __init__(self, program: Program, defined: Collection[str] = (), modules: Collection[str] = ()) -> None:
         super().__init__(__name__="test")
         self.asked = self.lacking = False
         self._program, self._defined, self._modules = program, defined, modules
@@ -160,14 +148,29 @@ class Session(dict[str, Any]):
             self.lacking = True
             raise
 
+    def _request(self, expression: str) -> tuple[str, Any]:
+        """Return the kind and the value of an answer, after the calls of what the test has lent, or raise it."""
+        kind, value = self._answer(self._program.ask(expression))
+        while kind == "call":
+            number, args, kwargs = value
+            try:
+                reply = f"'value', {self.source(self._lent[number](*args, **kwargs))}"
+            except Exception as error:
+                reply = f"'raised', {self.source(error)}"
+            kind, value = self._answer(self._program.ask(reply))
+        self.asked = True
+        if kind == "raised":
+            raise value
+        return kind, value
+
     def ask(self, expression: str) -> Any:
         """Return the value of an expression, or raise what it raised."""
-        return self._asked(f"'value', {expression}")[1]
+        return self._request(f"'value', {expression}")[1]
 
     def call(self, function: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call a function of the program. Where it returns nothing, its changes of the arguments are made here too."""
-        kind, value = self._asked(f"do({function}, {self.source(list(args))}, {self.source(dict(kwargs))})")
-        if kind != "changed":
+        kind, value = self._request(f"do({function}, {self.source(list(args))}, {self.source(dict(kwargs))})")
+        if kind == "value":
             return value
         for given, changed in zip([*args, *kwargs.values()], value, strict=True):
             if isinstance(given, list | bytearray):
@@ -176,21 +179,6 @@ class Session(dict[str, Any]):
                 given.clear()
                 given.update(changed)
         return None
-
-    def _asked(self, expression: str) -> tuple[str, Any]:
-        kind, value = self.answer(next(self._program.ask([expression]), b""))
-        while kind == "call":
-            kind, value = self.answer(next(self._program.ask([self._called(*value)]), b""))
-        self.asked = True
-        if kind == "raised":
-            raise value
-        return kind, value
-
-    def _called(self, number: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-        try:
-            return f"'value', {self.source(self._lent[number](*args, **kwargs))}"
-        except Exception as error:
-            return f"'raised', {self.source(error)}"
 
     def source(self, value: Any) -> str:
         """Return an expression of a value, for the program's process."""
@@ -212,8 +200,8 @@ class Session(dict[str, Any]):
         self._lent.append(value)
         return f"lent({len(self._lent) - 1})"
 
-    def answer(self, line: bytes) -> tuple[str, Any]:
-        """Return the kind and the value of an answer. Without a valid one the program has ended, and so does this."""
+    def _answer(self, line: bytes) -> tuple[str, Any]:
+        """Return the kind and the value of a line. Without a valid one the program has ended, and so does this."""
         try:
             kind, value = json.loads(line)
             value = self._decoded(value)
@@ -263,33 +251,36 @@ class Remote:
             raise AttributeError(name)
         return self._session.ask(f"{self._expression}.{name}")
 
+    def __enter__(self) -> Any:
+        return self._session.ask(f"{self._expression}.__enter__()")
 
-# What Python does with an object and operands
-OPERATIONS = {
-    **{name: f"{name}({{0}})" for name in ("len", "bool", "str", "repr", "int", "float", "abs", "iter", "next")},
-    **{"neg": "-{0}", "pos": "+{0}", "invert": "~{0}", "getitem": "{0}[{1}]", "instancecheck": "isinstance({1}, {0})"},
-    **{"setattr": "setattr({0}, {1}, {2})", "setitem": "{0}.__setitem__({1}, {2})", "delitem": "{0}.__delitem__({1})"},
-    **{"enter": "{0}.__enter__()", "exit": "{0}.__exit__(None, None, None)"},
-}
-COMPARISONS = "eq == lt < le <= gt > ge >=".split()
-BINARY = "add + sub - mul * truediv / floordiv // mod % pow ** matmul @ and & or | xor ^ lshift << rshift >>".split()
-for _name, _symbol in zip(BINARY[::2], BINARY[1::2], strict=True):
-    OPERATIONS |= {_name: f"{{0}} {_symbol} {{1}}", f"r{_name}": f"{{1}} {_symbol} {{0}}"}
+    def __exit__(self, *error: object) -> Any:
+        return self._session.ask(f"{self._expression}.__exit__(None, None, None)")
+
+    def __instancecheck__(self, value: Any) -> Any:
+        return self._session.ask(f"isinstance({self._session.source(value)}, {self._expression})")
 
 
-def _operation(template: str, compares: bool = False) -> Callable[..., Any]:
+def _forwarded(function: str, compares: bool = False, reflected: bool = False) -> Callable[..., Any]:
     def method(self: Remote, *operands: Any) -> Any:
         if compares and not isinstance(operands[0], Remote):
             return NotImplemented
-        return self._session.ask(template.format(*map(self._session.source, (self, *operands))))
+        given = [self._session.source(each) for each in (self, *operands)]
+        return self._session.ask(f"{function}({', '.join(reversed(given) if reflected else given)})")
 
     return method
 
 
-for _name, _template in OPERATIONS.items():
-    setattr(Remote, f"__{_name}__", _operation(_template))
-for _name, _symbol in zip(COMPARISONS[::2], COMPARISONS[1::2], strict=True):
-    setattr(Remote, f"__{_name}__", _operation(f"{{0}} {_symbol} {{1}}", compares=True))
+# What Python does with an object, by builtins and by the module `operator`
+for _name in ("len", "bool", "str", "repr", "int", "float", "iter", "next", "setattr"):
+    setattr(Remote, f"__{_name}__", _forwarded(_name))
+for _name in ("neg", "pos", "invert", "abs", "getitem", "setitem", "delitem"):
+    setattr(Remote, f"__{_name}__", _forwarded(f"operator.{_name}"))
+for _name in "add sub mul truediv floordiv mod pow matmul and_ or_ xor lshift rshift".split():  # noqa: SIM905
+    setattr(Remote, f"__{_name.strip('_')}__", _forwarded(f"operator.{_name}"))
+    setattr(Remote, f"__r{_name.strip('_')}__", _forwarded(f"operator.{_name}", reflected=True))
+for _name in ("eq", "lt", "le", "gt", "ge"):
+    setattr(Remote, f"__{_name}__", _forwarded(f"operator.{_name}", compares=True))
 
 
 def same_value(found: Any, expected: Any) -> bool:

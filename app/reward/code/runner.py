@@ -143,7 +143,15 @@ def serve(names: dict[str, Any], stdin: int, results: int) -> None:
 
         return pickle.loads(text)
 
-    names |= {"r": objects, "do": do, "lent": lent, "loads": loads, "nan": float("nan"), "inf": float("inf")}
+    names |= {
+        "operator": __import__("_operator"),
+        "r": objects,
+        "do": do,
+        "lent": lent,
+        "loads": loads,
+        "nan": float("nan"),
+        "inf": float("inf"),
+    }
     while expression := next_frame(stdin):
         try:
             send(*eval(expression, names))
@@ -166,8 +174,7 @@ def main() -> None:
     """Read the job, and run it."""
     job = eval(frame(0))
     silent = os.open(os.devnull, os.O_RDWR)
-    if job["limits"]:
-        confine(job["limits"])
+    confine(job["limits"])
 
     vars(builtins).update(exit=sys.exit, quit=sys.exit)  # as the module `site` does, which is not loaded
     module = type(sys)("__main__" if job["script"] else "solution")
