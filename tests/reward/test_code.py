@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import contextlib
 import json
 import os
 import pickle
@@ -9,13 +10,11 @@ import re
 import shutil
 import subprocess
 import sys
-import threading
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
@@ -26,8 +25,8 @@ from app.placement.colocate import Colocate
 from app.placement.fully_async import FullyAsync
 from app.reward.code import last_block
 from app.reward.code.check import describe_tests, require_sandbox
-from app.reward.code.judge import Judge, same_lines, same_value
-from app.reward.code.row_tests import Asserts, Calls, NoTests, Stdin, read_tests
+from app.reward.code.judge import Judge, returns, same_lines
+from app.reward.code.row_tests import RETURNS, Asserts, NoTests, Stdin, read_tests
 from app.reward.code.sandbox import NAMESPACES, PROCESS, LocalSandbox, available
 from app.reward.scorer import Scorer
 from app.types import Completion, GroupRequest, Trajectory
@@ -147,16 +146,23 @@ def test_the_forms_of_published_rows_are_run(sandbox: LocalSandbox) -> None:
     assert passed(sandbox, script, {}, stdin) == 2
 
 
+def calls(function: str, *cases: list[Any]) -> Asserts:
+    statements = [f"{RETURNS}({function}, {json.dumps(each)!r})" for each in cases]
+    return Asserts(
+        "", statements, frozenset([function]), frozenset(), frozenset([function, "Solution"]), "function calls"
+    )
+
+
 def test_the_columns_tell_the_form_and_what_cannot_be_read_is_refused() -> None:
     assert read_tests(MBPP) == Asserts("", MBPP["test_list"], names=frozenset({"add"}))
     assert read_tests({"inputs": [["1", "2"]], "outputs": ["3"]}) == Stdin([("1\n2", "3")])
-    assert read_tests({"inputs": "[[1, 2]]", "outputs": "[3]", "fn_name": "a.b"}) == Calls("b", [([1, 2], 3)])
+    assert read_tests({"inputs": "[[1, 2]]", "outputs": "[3]", "fn_name": "a.b"}) == calls("b", [[1, 2], 3])
 
     form = {"fn_name": "f"}
-    assert read_tests({**form, "inputs": ["[1, 2]\n4"], "outputs": ["6"]}) == Calls("f", [([[1, 2], 4], 6)])
-    assert read_tests({**form, "inputs": ['"abc"'], "outputs": ['"cba"']}) == Calls("f", [(["abc"], "cba")])
+    assert read_tests({**form, "inputs": ["[1, 2]\n4"], "outputs": ["6"]}) == calls("f", [[[1, 2], 4], 6])
+    assert read_tests({**form, "inputs": ['"abc"'], "outputs": ['"cba"']}) == calls("f", [["abc"], "cba"])
     as_text = json.dumps({**form, "inputs": [["123"], ["a"]], "outputs": ["321", "a"]})
-    assert read_tests({"input_output": as_text}) == Calls("f", [(["123"], "321"), (["a"], "a")])
+    assert read_tests({"input_output": as_text}) == calls("f", [["123"], "321"], [["a"], "a"])
 
     evil = base64.b64encode(zlib.compress(pickle.dumps(os.getcwd))).decode()
     refused_rows: list[tuple[dict[str, Any], str]] = [
@@ -197,13 +203,20 @@ def test_the_last_closed_block_of_python_counts(text: str, expected: str | None)
     assert last_block(text) == expected
 
 
+def returned(found: Any, expected: Any) -> bool:
+    with contextlib.suppress(AssertionError):
+        returns(lambda: found, json.dumps([[], expected]))
+        return True
+    return False
+
+
 def test_outputs_are_compared_by_line_and_by_number() -> None:
     assert same_lines(" 1  \n2.50 3\n\n", "1\n2.5 3")
     assert not same_lines("1\n2", "1 2")
     assert not same_lines("nan", "x")
-    assert same_value(((1, 2), "a"), [[1, 2], "a"])
-    assert same_value({1: (2,)}, {"1": [2]})
-    assert not same_value(1, [2])
+    assert returned(((1, 2), "a"), [[1, 2], "a"])
+    assert returned({1: (2,)}, {"1": [2]})
+    assert not returned(1, [2])
 
 
 def fenced(program: str) -> str:

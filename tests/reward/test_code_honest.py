@@ -58,12 +58,14 @@ ASSERTED: dict[str, tuple[str, str]] = {
     ),
     "an exception of a function that was an argument": (
         "def fail(x):\n    raise LookupError('deep')\nassert f(fail) == 'deep'",
-        "def f(function):\n    try:\n        function(1)\n    except LookupError as error:\n        return str(error)\n",
+        "def f(function):\n    try:\n        function(1)\n"
+        "    except LookupError as error:\n        return str(error)\n",
     ),
     "arguments that change": (
         "a = [3, 1, 2]\nf(a)\nassert a == [1, 2, 3]\nm = [[1, 2], [3, 4]]\ng(m)\nassert m == [[3, 1], [4, 2]]\n"
         "d = {'x': 1}\nh(d)\nassert d == {'x': 2}",
-        "def f(a):\n    a.sort()\ndef g(m):\n    m[:] = [list(row) for row in zip(*m[::-1])]\ndef h(d):\n    d['x'] += 1\n",
+        "def f(a):\n    a.sort()\ndef g(m):\n    m[:] = [list(row) for row in zip(*m[::-1])]\n"
+        "def h(d):\n    d['x'] += 1\n",
     ),
     "exceptions": (
         "try:\n    f(-1)\n    assert False\nexcept ValueError as error:\n    assert str(error) == 'below 0'\n"
@@ -98,8 +100,11 @@ ASSERTED: dict[str, tuple[str, str]] = {
         "        return list(pool.map(lambda x: 2 * x, range(n)))\n"
         "if __name__ == '__main__':\n    print(f(int(input())))\n",
     ),
-    "a coroutine": ("assert f(2) == 3", "import asyncio\nasync def g(x):\n    await asyncio.sleep(0)\n    return x + 1\n"
-        "def f(x):\n    return asyncio.run(g(x))\n"),
+    "a coroutine": (
+        "assert f(2) == 3",
+        "import asyncio\nasync def g(x):\n    await asyncio.sleep(0)\n    return x + 1\n"
+        "def f(x):\n    return asyncio.run(g(x))\n",
+    ),
     "a limit of the recursion": (
         "assert f(20000) == 20000",
         "import resource, sys\nsys.setrecursionlimit(10**6)\nresource.setrlimit(resource.RLIMIT_STACK, (1 << 25, -1))\n"

@@ -20,13 +20,13 @@ import random
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
 from typing import Any
 
-from app.reward.code.row_tests import Asserts, Calls, Stdin, Tests
+from app.reward.code.row_tests import RETURNS, Asserts, Stdin, Tests
 from app.reward.code.sandbox import LocalSandbox, Program
 from app.worker.process import die_with_parent
 
@@ -56,8 +56,7 @@ class Judge:
         if isinstance(tests, Stdin):
             return sum(self._until_failed(self._scripts(code, tests, deadline)))
         with self.sandbox.started(code, self.timeout_s) as program:
-            exam = in_calls(program, tests) if isinstance(tests, Calls) else in_asserts(program, tests)
-            return sum(forked(self._until_failed(exam), deadline))
+            return sum(forked(self._until_failed(statements(program, tests)), deadline))
 
     def _until_failed(self, verdicts: Iterator[bool]) -> Iterator[bool]:
         for passed in verdicts:
@@ -94,24 +93,11 @@ def forked(verdicts: Iterator[bool], deadline: float) -> list[bool]:
         return [bool(each) for each in file.read()]
 
 
-def in_calls(program: Program, tests: Calls) -> Iterator[bool]:
-    """Yield for each call whether it returns what it shall."""
-    session = Session(program)
-    name = repr(tests.function)
-    function = f"(g[{name}] if {name} in g else getattr(g['Solution'](), {name}))"
-    for given, expected in tests.cases:
-        try:
-            passed = same_value(session.ask(f"{function}({', '.join(map(session.source, given))})"), expected)
-        except BaseException:  # also what its values make a comparison raise
-            passed = False
-        yield passed
-
-
-def in_asserts(program: Program, tests: Asserts) -> Iterator[bool]:
+def statements(program: Program, tests: Asserts) -> Iterator[bool]:
     """Yield for each statement whether it ends without an exception, after it asked the program for what it defines."""
     for statement in tests.cases:
         random.seed(0)  # a test that draws its inputs draws the same for each program
-        session = Session(program, tests.defined, tests.modules)
+        session = Session(program, tests)
         try:
             exec(compile(tests.setup, "setup", "exec"), session)
             exec(compile(statement, "test", "exec"), session)
@@ -129,24 +115,24 @@ class Session(dict[str, Any]):
         lacking: It does not define a name that the test uses.
     """
 
-    def __init__(self, program: Program, defined: Collection[str] = (), modules: Collection[str] = ()) -> None:
-        super().__init__(__name__="test")
+    def __init__(self, program: Program, tests: Asserts) -> None:
+        super().__init__({"__name__": "test", RETURNS: returns})
         self.asked = self.lacking = False
-        self._program, self._defined, self._modules = program, defined, modules
+        self._program, self._tests = program, tests
         self._lent: list[Callable[..., Any]] = []
         self._classes: dict[str, type] = {}
 
     def __missing__(self, name: str) -> Any:
-        if name not in self._defined:
+        if name not in self._tests.defined:
             if hasattr(builtins, name):
                 raise KeyError(name)
-            if name in self._modules:
+            if name in self._tests.modules:
                 return importlib.import_module(name)
         try:
-            return self.ask(f"g[{name!r}]")
-        except KeyError:
+            return self.ask(f"g[{name!r}] if {name!r} in g else getattr(g['Solution'](), {name!r})")
+        except (KeyError, AttributeError) as error:
             self.lacking = True
-            raise
+            raise KeyError(name) from error
 
     def _request(self, expression: str) -> tuple[str, Any]:
         """Return the kind and the value of an answer, after the calls of what the test has lent, or raise it."""
@@ -283,10 +269,11 @@ for _name in ("eq", "lt", "le", "gt", "ge"):
     setattr(Remote, f"__{_name}__", _forwarded(f"operator.{_name}", compares=True))
 
 
-def same_value(found: Any, expected: Any) -> bool:
-    """Compare a result with JSON, which has no tuples; APPS has some results in a list of one."""
-    found = _lists(found)
-    return bool(found == expected or (isinstance(expected, list) and [found] == expected))
+def returns(function: Callable[..., Any], text: str) -> None:
+    """Assert what a function returns: JSON, which has no tuples. APPS has some results in a list of one."""
+    args, expected = json.loads(text)
+    found = _lists(function(*args))
+    assert found == expected or (isinstance(expected, list) and [found] == expected)
 
 
 def _lists(value: Any) -> Any:

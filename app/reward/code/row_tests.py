@@ -18,6 +18,8 @@ ACCEPTED = (
     "(LiveCodeBench), or inputs and outputs"
 )
 
+RETURNS = "__returns__"  # in a test, the function `judge.returns`
+
 
 class NoTests(Exception):
     """A row has no tests that can be read."""
@@ -31,6 +33,7 @@ class Asserts:
     defined: Names of the program, even if they are builtins': those of the reference solution, and the entry point.
     modules: Of the standard library, that the tests use as such, maybe without importing them.
     names: What the program may have to define.
+    form: For messages.
     """
 
     setup: str
@@ -38,7 +41,7 @@ class Asserts:
     defined: frozenset[str] = frozenset()
     modules: frozenset[str] = frozenset()
     names: frozenset[str] = frozenset()
-    form = "asserts"
+    form: str = "asserts"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,21 +53,7 @@ class Stdin:
     form = "stdin and stdout"
 
 
-@dataclass(frozen=True, slots=True)
-class Calls:
-    """Arguments of a function, or of a method of the class Solution, and what it shall return."""
-
-    function: str
-    cases: Sequence[tuple[Sequence[Any], Any]]
-    form = "function calls"
-
-    @property
-    def names(self) -> frozenset[str]:
-        """What the program may have to define."""
-        return frozenset((self.function, "Solution"))
-
-
-Tests = Asserts | Stdin | Calls
+Tests = Asserts | Stdin
 
 
 def read_tests(row: Mapping[str, Any], answer: str = "") -> Tests:
@@ -125,18 +114,26 @@ def _pairs(value: Mapping[str, Any]) -> Tests:
     if len(inputs) != len(outputs):
         raise ValueError(f"{len(inputs)} inputs, {len(outputs)} outputs")
     if value.get("fn_name"):
-        calls = [_call(each, expected) for each, expected in zip(inputs, outputs, strict=True)]
-        return Calls(_identifier(value["fn_name"]), calls)
+        return _calls(value["fn_name"], list(zip(inputs, outputs, strict=True)))
     return Stdin([(_lines(each), _lines(expected)) for each, expected in zip(inputs, outputs, strict=True)])
 
 
-def _call(given: Any, expected: Any) -> tuple[Sequence[Any], Any]:
-    """Read the arguments of a call and its result: a list and a value, or text of JSON, one argument a line."""
-    if isinstance(given, str):
-        return [json.loads(line) for line in given.split("\n") if line.strip()], json.loads(expected)
-    if not isinstance(given, list):
-        raise ValueError(f"the arguments {given!r} are no list")
-    return given, expected
+def _calls(function: Any, cases: Sequence[tuple[Any, Any]]) -> Asserts:
+    """Return calls as statements of `judge.returns`. Arguments are a list, or text with one argument of JSON a line."""
+    name = str(function).rpartition(".")[2]
+    if not name.isidentifier():
+        raise ValueError(f"{name!r} is no name of a function")
+    statements = []
+    for given, expected in cases:
+        if isinstance(given, str):
+            call = [json.loads(line) for line in given.split("\n") if line.strip()], json.loads(expected)
+        elif isinstance(given, list):
+            call = given, expected
+        else:
+            raise ValueError(f"the arguments {given!r} are no list")
+        statements.append(f"{RETURNS}({name}, {json.dumps(call)!r})")
+    defined = frozenset([name])
+    return Asserts("", statements, defined, names=defined | {"Solution"}, form="function calls")
 
 
 def _live_code_bench(row: Mapping[str, Any]) -> Tests:
@@ -144,8 +141,7 @@ def _live_code_bench(row: Mapping[str, Any]) -> Tests:
     if not any(each.get("testtype") == "functional" for each in cases):
         return Stdin([(str(each["input"]), str(each["output"])) for each in cases])
 
-    name = _identifier((_json(row.get("metadata")) or {})["func_name"])
-    return Calls(name, [_call(each["input"], each["output"]) for each in cases])
+    return _calls((_json(row.get("metadata")) or {})["func_name"], [(each["input"], each["output"]) for each in cases])
 
 
 def _private(value: Any) -> Sequence[Mapping[str, Any]]:
@@ -165,13 +161,6 @@ class _Text(pickle.Unpickler):
 
 def _json(value: Any) -> Any:
     return json.loads(value) if isinstance(value, str) else value
-
-
-def _identifier(name: Any) -> str:
-    name = str(name).rpartition(".")[2]
-    if not name.isidentifier():
-        raise ValueError(f"{name!r} is no name of a function")
-    return name
 
 
 def _lines(value: Any) -> str:

@@ -29,12 +29,9 @@ objects: list[Any] = []
 def confine(limits: dict[str, Any]) -> None:
     """Give up what the program must not have, and die with the parent."""
     import resource
-    from _ctypes import (
-        CFuncPtr,
-        _SimpleCData,
-        dlopen,
-        dlsym,
-    )  # `ctypes` takes half as long to import as Python to start
+
+    # the package `ctypes` takes half as long to import as Python to start
+    from _ctypes import CFuncPtr, _SimpleCData, dlopen, dlsym
 
     class Function(CFuncPtr):
         _flags_ = 1  # of C
@@ -143,15 +140,7 @@ def serve(names: dict[str, Any], stdin: int, results: int) -> None:
 
         return pickle.loads(text)
 
-    names |= {
-        "operator": __import__("_operator"),
-        "r": objects,
-        "do": do,
-        "lent": lent,
-        "loads": loads,
-        "nan": float("nan"),
-        "inf": float("inf"),
-    }
+    names |= {"operator": __import__("_operator"), "r": objects, "do": do, "lent": lent, "loads": loads}
     while expression := next_frame(stdin):
         try:
             send(*eval(expression, names))
@@ -192,7 +181,7 @@ def main() -> None:
             public = {name: getattr(each, name) for name in getattr(each, "__all__", dir(each)) if name[0] != "_"}
             vars(builtins).update({**public, each.__name__: each, **vars(builtins)})
     exec(code, module.__dict__)
-    serve({"g": module.__dict__}, stdin, results)
+    serve({"g": module.__dict__, "nan": float("nan"), "inf": float("inf")}, stdin, results)
     os._exit(0)  # without what the program registered for its end
 
 
