@@ -181,19 +181,17 @@ def _of_columns(reward: Any, args: Mapping[str, Any]) -> RewardFunction:
 def columns(trajectories: Sequence[Trajectory]) -> dict[str, list[Any]]:
     """Return questions, completions and every column of the rows as lists, one entry per trajectory.
 
-    `answer` is the column of that name; in rows without one, the reference answer. Of a row that is a conversation,
-    prompt and completion are lists of messages, as in TRL.
+    `answer` is the column of that name, else the reference answer. Of a conversation, prompt and completion are lists of
+    messages, as in TRL.
     """
-
-    def completion(trajectory: Trajectory) -> Any:
-        text = trajectory.text
-        return [{"role": "assistant", "content": text}] if trajectory.prompt.messages else text
-
     names = dict.fromkeys(name for trajectory in trajectories for name in trajectory.prompt.row)
     return {
         "answer": [trajectory.prompt.answer for trajectory in trajectories],
         **{name: [trajectory.prompt.row.get(name) for trajectory in trajectories] for name in names},
         "prompts": [list(each.prompt.messages) or each.prompt.question for each in trajectories],
-        "completions": [completion(each) for each in trajectories],
+        "completions": [
+            [{"role": "assistant", "content": each.text}] if each.prompt.messages else each.text
+            for each in trajectories
+        ],
         "completion_ids": [trajectory.completion.token_ids.tolist() for trajectory in trajectories],
     }

@@ -36,14 +36,12 @@ WITH_UNIT = re.compile(r"([-+]?[\d.,/]+)((?: [^\W\d_]{3,}| cm| ft| kg| km| lb| m
 # A unit behind a number, at the end: in \text with its power, or plain
 UNIT = re.compile(
     r"(?:[\d}]|\\circ)(?:\\[,;! ]|[~\s])*(?:\\(?:text|math|mbox)[a-z]*\s*\{([^{}]*)\}|"
-    r"((?: ?\b[^\W\d_]{3,}| ?(?:cm|ft|kg|km|lb|mg|mm|oz)\b| [ghlms]\b|(?<=circ) ?[CF])+))\s*(?:\^\{?(\d)\}?)?"
+    r"((?: ?\b[^\W\d_]{3,}| ?(?:cm|ft|kg|km|lb|mg|mm|oz)\b| [ghlms]\b|(?<=circ) ?[CF])+))\s*(?:\^\{?(\d)\}?)?$"
 )
 MONEY = re.compile(r"[-+]?\\?\$ ?[\d.,]+")
-UNIT_NAMES = {"lb": "pound", "oz": "ounce", "feet": "foot", "ft": "foot", "inches": "inch", "people": "person"}
+UNIT_NAMES = {"lb": "pound", "oz": "ounce", "feet": "foot", "ft": "foot", "inche": "inch", "square": "2", "cubic": "3"}
 # No sums and quotients. The second is one as an answer to -2, but not as the reference.
-DATE_OR_TIME = re.compile(
-    r"\d{1,4}(?:-\d{1,2}){2}|\d+/\d+/\d+|\d{3}-\d{4}|\d{1,2}:[0-5]\d(?::[0-5]\d)?(?: ?[ap]\.?m\.?)?", re.IGNORECASE
-)
+DATE_OR_TIME = re.compile(r"(?i)\d{1,4}(?:-\d{1,2}){2}|\d+/\d+/\d+|\d\d?:[0-5]\d(?::[0-5]\d)?(?: ?[ap]\.?m\.?)?")
 RANGE = re.compile(r"\d+(?:[.,]\d+)*-\d+(?:[.,]\d+)*(?: [^\W\d_]+)*")
 DASH = re.compile(r"(?<=\d)\s*(?:-+|[–—]|\bto\b)\s*(?=\d)")
 OPTION = re.compile(r"^\(?([A-Z])\)?(?:[.):]\s.*)?$")  # (C), C. Paris
@@ -81,22 +79,20 @@ def equal(reference: str, text: str) -> bool:
     if not expected:
         raise ValueError(f"the reference answer {reference!r} is empty")
 
-    is_span = DATE_OR_TIME.fullmatch(expected) or RANGE.fullmatch(DASH.sub("-", expected))
+    as_text = _is_word(expected) or DATE_OR_TIME.fullmatch(expected) or RANGE.fullmatch(DASH.sub("-", expected))
     marked = extract_final_answer(text)
     if marked is None:
         tail = text[-TAIL:]
-        last_words = " ".join(tail.split()[-len(expected.split()) :])
-        stated = [tail if len(text) <= TAIL else "", *STATED.findall(tail)[-1:], last_words if is_span else ""]
-        if any(_same_text(expected, _clean(each)) for each in stated):
+        last_words = "" if _is_word(expected) or not as_text else " ".join(tail.split()[-len(expected.split()) :])
+        stated = [tail if len(text) <= TAIL else "", last_words, *STATED.findall(tail)[-1:]]
+        if _plain(expected) in [_plain(_clean(each)) for each in stated]:
             return True
-        if is_span or _is_word(expected) or _other_unit(reference, tail.rstrip(TRAILING)):
-            return False
-        return _verify_last(expected, tail)
+        return not (as_text or _other_unit(reference, tail.rstrip(TRAILING))) and _verify_last(expected, tail)
 
     answer = _clean(marked)
-    if _same_text(expected, answer):
+    if _plain(answer) == _plain(expected):
         return True
-    if is_span or _is_word(expected) or DATE_OR_TIME.fullmatch(answer) or _other_unit(reference, marked):
+    if as_text or DATE_OR_TIME.fullmatch(answer) or _other_unit(reference, marked):
         return False
     if _verify(expected, answer):
         return True
@@ -109,38 +105,28 @@ def equal(reference: str, text: str) -> bool:
     return "\\boxed" not in text and in_words and _verify_last(expected, answer)
 
 
-def _same_text(expected: str, answer: str) -> bool:
-    """Whether an answer is the reference: as it is, as a word, as an option, or with another dash."""
-    expected, answer = (OPTION.sub(r"\1", DASH.sub("-", each)) for each in (expected, answer))
-    return expected == answer or (
-        expected.casefold() == answer.casefold()
-        and (_is_word(expected) or DATE_OR_TIME.fullmatch(expected) is not None)
-    )
+def _plain(answer: str) -> str:
+    """Return an answer as text that is compared as it is: `(B)` as B, `3 to 5` as 3-5, words in small letters."""
+    answer = OPTION.sub(r"\1", DASH.sub("-", answer))
+    return answer.casefold() if _is_word(answer) or DATE_OR_TIME.fullmatch(answer) else answer
 
 
 def _other_unit(reference: str, answer: str) -> bool:
     """Whether both end with a unit, and not with the same: `5 hours` and `5 minutes`."""
-    one, other = (_unit(each) for each in (reference, answer))
-    if "" in (one, other) or one == other:
+    short, long = sorted(map(_unit, (reference, answer)), key=len)
+    if not short or short == long:
         return False
-    short, long = sorted((one, other), key=len)
-    letters = iter(long)  # an abbreviation has some of the letters: hr, min, mph
-    return not (len(short) <= 3 < len(long) and short[0] == long[0] and all(each in letters for each in short))
+    rest = iter(long)  # an abbreviation has some of the letters: hr, min, mph
+    return not (len(short) <= 3 < len(long) and short[0] == long[0] and all(letter in rest for letter in short))
 
 
 def _unit(answer: str) -> str:
-    """Return the unit at the end of an answer in the singular, with its power; nothing if there is none."""
-    if MONEY.fullmatch(answer.strip()):
-        return "dollar"
-    found = list(UNIT.finditer(answer.strip()))
-    if not found or found[-1].end() < len(answer.strip()):
-        return ""
-    words = re.findall(r"[^\W_]+", (found[-1][1] or found[-1][2]).casefold())
-    if NOT_UNITS.search(f" {' '.join(words)}"):
-        return ""
-    power = found[-1][3] or ("2" if {"square", "sq"} & set(words) else "3" if "cubic" in words else "")
-    names = [UNIT_NAMES.get(each) or UNIT_NAMES.get(each.removesuffix("s")) or each.removesuffix("s") for each in words]
-    return "".join(each for each in names if each not in ("square", "sq", "cubic")).replace("metre", "meter") + power
+    """Return the unit at the end of an answer, in the singular and with its power; nothing if there is none."""
+    found = UNIT.search(answer.strip())
+    if not found:
+        return "dollar" if MONEY.fullmatch(answer.strip()) else ""
+    words = [each.removesuffix("s") for each in re.findall(r"[^\W_]+", "".join(each or "" for each in found.groups()))]
+    return "".join(sorted((UNIT_NAMES.get(each, each) for each in map(str.casefold, words)), key=str.isdigit))
 
 
 def _without_unit(answer: str) -> str:
