@@ -181,8 +181,8 @@ def _of_columns(reward: Any, args: Mapping[str, Any]) -> RewardFunction:
 def columns(trajectories: Sequence[Trajectory]) -> dict[str, list[Any]]:
     """Return questions, completions and every column of the rows as lists, one entry per trajectory.
 
-    `answer` is the column of that name, else the reference answer. Of a conversation, prompt and completion are lists of
-    messages, as in TRL.
+    `answer` is the column of that name, else the reference answer. Of a conversation, prompt and completion are lists
+    of messages, as in TRL.
     """
     names = dict.fromkeys(name for trajectory in trajectories for name in trajectory.prompt.row)
     return {

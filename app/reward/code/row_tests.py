@@ -98,7 +98,7 @@ def _asserts(setup: str, statements: Sequence[str], answer: str, entry_point: st
     own = {getattr(node, "name", getattr(node, "arg", None)) for node in nodes}  # functions, classes, parameters
     own |= {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
     used = {node.id for node in nodes if isinstance(node, ast.Name)} - {*dir(builtins), *modules, *own}
-    return Asserts(setup, statements, *map(frozenset, (defined, modules, used | defined)))
+    return Asserts(setup, statements, frozenset(defined), frozenset(modules), frozenset(used | defined))
 
 
 def _defined(source: str) -> Sequence[str]:

@@ -36,7 +36,7 @@ def confine(limits: dict[str, Any]) -> None:
     class Function(CFuncPtr):
         _flags_ = 1  # of C
 
-    class Address(_SimpleCData):  # type: ignore[type-arg]
+    class Address(_SimpleCData):
         _type_ = "z"
 
     if os.getuid() == 0:
@@ -67,7 +67,7 @@ def confine(limits: dict[str, Any]) -> None:
     for name in ("AS", "CPU", "FSIZE", "NPROC", "NOFILE", "CORE"):
         resource.setrlimit(getattr(resource, "RLIMIT_" + name), (limits[name], limits[name]))
     length = (len(limits["filter"]) // 8).to_bytes(8, sys.byteorder)
-    if prctl(PR_SET_SECCOMP, 2, length + bytes(memoryview(Address(limits["filter"]))), 0, 0):  # type: ignore[arg-type]
+    if prctl(PR_SET_SECCOMP, 2, length + bytes(memoryview(Address(limits["filter"]))), 0, 0):
         sys.exit("the kernel refused the seccomp filter")
 
 
