@@ -18,7 +18,7 @@ REFUSED = [  # overrides, and what the sentence names: the setting, and what is 
     (["steps=abc"], ["steps=abc", "a whole number of at least 1"]),
     (["stepz=3"], ["stepz", "did you mean steps"]),
     (["+rollout.temprature=1"], ["rollout.temprature", "rollout.temperature"]),
-    (["reward=code", "+reward.args.sandbox=docker"], ["reward.args.sandbox=docker", "namespaces, process"]),
+    (["reward=code", "+reward.args.sandbox=docker"], ["reward.args.sandbox=docker", "namespaces or process"]),
     (["reward=code", "+reward.args.memory_mib=1"], ["reward.args.memory_mib=1", "at least 64"]),
     (["reward=code", "+reward.args.memory=1"], ["reward.args.memory=1", "partial, sandbox, memory_mib"]),
     (["reward=code"], ["reward=code", "test_list", "answer, question"]),

@@ -36,8 +36,8 @@ class CodeArgs:
 CODE_ACCEPTED = {
     "partial": (lambda value: isinstance(value, bool), "true or false"),
     "sandbox": (
-        lambda value: value in ("auto", "namespaces", "process") or str(value).startswith(("http://", "https://")),
-        "auto, namespaces, process, or the URL of a Sandbox Fusion server",
+        lambda value: value in ("auto", "namespaces", "process"),
+        "auto, namespaces or process",
     ),
     "memory_mib": (lambda value: type(value) is int and value >= 64, "a whole number of at least 64"),
 }
@@ -56,7 +56,7 @@ class RewardConfig:
     args: dict[str, Any] = setting(
         {},
         "Keyword arguments of reward._target_; with reward=code partial (score the share of the tests), sandbox (auto, "
-        "namespaces, process or the URL of a Sandbox Fusion server) and memory_mib (512).",
+        "namespaces or process) and memory_mib (512).",
         noun="entries as in +reward.args.scale=0.5",
     )
     components: dict[str, Any] = setting(

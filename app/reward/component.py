@@ -7,7 +7,8 @@ The names of its parameters decide which of four signatures a custom reward has:
 
     (trajectories)               a list, the completions of one prompt       returns a score for each
     (trajectory)                 one of them                                 returns its score
-    (prompts, completions, …)    lists of texts, and of every column by name returns a score for each
+    (prompts, completions, …)    lists of texts, of conversations lists of messages, and of every column by name
+                                                                             returns a score for each
     (solution_str, …)            one of them, as in verl                     returns its score
 """
 
@@ -180,13 +181,17 @@ def _of_columns(reward: Any, args: Mapping[str, Any]) -> RewardFunction:
 def columns(trajectories: Sequence[Trajectory]) -> dict[str, list[Any]]:
     """Return questions, completions and every column of the rows as lists, one entry per trajectory.
 
-    `answer` is the column of that name; in rows without one, the reference answer.
+    `answer` is the column of that name, else the reference answer. Of a conversation, prompt and completion are lists
+    of messages, as in TRL.
     """
     names = dict.fromkeys(name for trajectory in trajectories for name in trajectory.prompt.row)
     return {
         "answer": [trajectory.prompt.answer for trajectory in trajectories],
         **{name: [trajectory.prompt.row.get(name) for trajectory in trajectories] for name in names},
-        "prompts": [trajectory.prompt.question for trajectory in trajectories],
-        "completions": [trajectory.text for trajectory in trajectories],
+        "prompts": [list(each.prompt.messages) or each.prompt.question for each in trajectories],
+        "completions": [
+            [{"role": "assistant", "content": each.text}] if each.prompt.messages else each.text
+            for each in trajectories
+        ],
         "completion_ids": [trajectory.completion.token_ids.tolist() for trajectory in trajectories],
     }

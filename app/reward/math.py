@@ -1,7 +1,8 @@
 r"""Reward component `math`: 1 if math-verify finds the completion's final answer equal to the reference; else 0.
 
-The final answer is the last `\boxed{…}`, else the text after the last `####`, else what math-verify finds at the end of
-the text ("the answer is …", a last number). Words are compared as words: as mathematics, "Paris" would equal "sPiar".
+The final answer is the last `\boxed{…}`, else the text after the last `####`, else all of the text or what follows
+"answer is" if that is the reference, else what math-verify finds at the end of the text (a last number). Words are
+compared as words: as mathematics, "Paris" would equal "sPiar". So are dates, times and ranges: `3-5` would be -2.
 
 Invariants:
 - Both sides are parsed by the same rules.
@@ -32,6 +33,19 @@ WRAPPER = re.compile(r"\\(?:text|math)[a-z]*\s*\{([^{}]*)\}")
 CUT = re.compile(r"(?<![\d,.])\d{1,3}+(?:,\d{3})++(?=,?\d)")
 WORD = re.compile(r"[^\W\d_]{2,}")
 WITH_UNIT = re.compile(r"([-+]?[\d.,/]+)((?: [^\W\d_]{3,}| cm| ft| kg| km| lb| mg| mm| oz)+)")
+# A unit behind a number, at the end: in \text with its power, or plain
+UNIT = re.compile(
+    r"(?:[\d}]|\\circ)(?:\\[,;! ]|[~\s])*(?:\\(?:text|math|mbox)[a-z]*\s*\{([^{}]*)\}|"
+    r"((?: ?\b[^\W\d_]{3,}| ?(?:cm|ft|kg|km|lb|mg|mm|oz)\b| [ghlms]\b|(?<=circ) ?[CF])+))\s*(?:\^\{?(\d)\}?)?$"
+)
+MONEY = re.compile(r"[-+]?\\?\$ ?[\d.,]+")
+UNIT_NAMES = {"lb": "pound", "oz": "ounce", "feet": "foot", "ft": "foot", "inche": "inch", "square": "2", "cubic": "3"}
+# No sums and quotients. The second is one as an answer to -2, but not as the reference.
+DATE_OR_TIME = re.compile(r"(?i)\d{1,4}(?:-\d{1,2}){2}|\d+/\d+/\d+|\d\d?:[0-5]\d(?::[0-5]\d)?(?: ?[ap]\.?m\.?)?")
+RANGE = re.compile(r"\d+(?:[.,]\d+)*-\d+(?:[.,]\d+)*(?: [^\W\d_]+)*")
+DASH = re.compile(r"(?<=\d)\s*(?:-+|[–—]|\bto\b)\s*(?=\d)")
+OPTION = re.compile(r"^\(?([A-Z])\)?(?:[.):]\s.*)?$")  # (C), C. Paris
+STATED = re.compile(r"(?i:\banswer\s*(?:is\b|:))[\s:*]*([^\n]+)")
 # numbers, operators and letters, in words
 NOT_UNITS = re.compile(
     r" (?:alpha|and|beta|cubed|delta|epsilon|factorial|gamma|half|halves|lambda|minus|omega|or|over|phi|plus|psi|rho|"
@@ -60,19 +74,26 @@ def math(trajectories: Sequence[Trajectory]) -> list[float]:
 
 def equal(reference: str, text: str) -> bool:
     """Whether the final answer of `text` equals that of `reference`, which may be marked or bare."""
-    expected = _clean(extract_final_answer(reference) or reference)
+    reference = extract_final_answer(reference) or reference
+    expected = _clean(reference)
     if not expected:
         raise ValueError(f"the reference answer {reference!r} is empty")
 
+    as_text = _is_word(expected) or DATE_OR_TIME.fullmatch(expected) or RANGE.fullmatch(DASH.sub("-", expected))
     marked = extract_final_answer(text)
     if marked is None:
-        return not _is_word(expected) and _verify_last(expected, text[-TAIL:])
+        tail = text[-TAIL:]
+        last_words = "" if _is_word(expected) or not as_text else " ".join(tail.split()[-len(expected.split()) :])
+        stated = [tail if len(text) <= TAIL else "", last_words, *STATED.findall(tail)[-1:]]
+        if _plain(expected) in [_plain(_clean(each)) for each in stated]:
+            return True
+        return not (as_text or _other_unit(reference, tail.rstrip(TRAILING))) and _verify_last(expected, tail)
 
     answer = _clean(marked)
-    if answer == expected:
+    if _plain(answer) == _plain(expected):
         return True
-    if _is_word(expected):
-        return answer.casefold() == expected.casefold()
+    if as_text or DATE_OR_TIME.fullmatch(answer) or _other_unit(reference, marked):
+        return False
     if _verify(expected, answer):
         return True
     number, expected_number = _without_unit(answer), _without_unit(expected)
@@ -82,6 +103,30 @@ def equal(reference: str, text: str) -> bool:
     # After ####, people write "18 dollars": the last number counts. A box holds the answer and nothing else.
     in_words = "\\" not in answer and WORD.search(answer) is not None
     return "\\boxed" not in text and in_words and _verify_last(expected, answer)
+
+
+def _plain(answer: str) -> str:
+    """Return an answer as text that is compared as it is: `(B)` as B, `3 to 5` as 3-5, words in small letters."""
+    answer = OPTION.sub(r"\1", DASH.sub("-", answer))
+    return answer.casefold() if _is_word(answer) or DATE_OR_TIME.fullmatch(answer) else answer
+
+
+def _other_unit(reference: str, answer: str) -> bool:
+    """Whether both end with a unit, and not with the same: `5 hours` and `5 minutes`."""
+    short, long = sorted(map(_unit, (reference, answer)), key=len)
+    if not short or short == long:
+        return False
+    rest = iter(long)  # an abbreviation has some of the letters: hr, min, mph
+    return not (len(short) <= 3 < len(long) and short[0] == long[0] and all(letter in rest for letter in short))
+
+
+def _unit(answer: str) -> str:
+    """Return the unit at the end of an answer, in the singular and with its power; nothing if there is none."""
+    found = UNIT.search(answer.strip())
+    if not found:
+        return "dollar" if MONEY.fullmatch(answer.strip()) else ""
+    words = [each.removesuffix("s") for each in re.findall(r"[^\W_]+", "".join(each or "" for each in found.groups()))]
+    return "".join(sorted((UNIT_NAMES.get(each, each) for each in map(str.casefold, words)), key=str.isdigit))
 
 
 def _without_unit(answer: str) -> str:

@@ -117,5 +117,8 @@ def _number(value: Any) -> float | Failure:
     if isinstance(value, str | bytes) or not hasattr(type(value), "__float__"):
         return Failure(FailureKind.value, f"returned {str(value)[:50]!r}, a {type(value).__name__}, not a number")
 
-    number = float(value)
+    try:
+        number = float(value)
+    except Exception as error:  # an array of several numbers, an integer without bound, somebody's own type
+        return Failure(FailureKind.value, f"returned a {type(value).__name__}, not a number ({error_text(error)})")
     return number if math.isfinite(number) else Failure(FailureKind.value, f"returned {number}, not a finite number")

@@ -47,7 +47,7 @@ def test_with_reward_code_the_sandbox_and_the_form_of_the_tests_are_shown(tmp_pa
     rows.write_text(f"{json.dumps(row)}\n" * 40)
     found = inputs("data=mbpp", "reward=code", f"data.path={rows}", "+reward.args.sandbox=process")
     assert of(found, "tests").message == "asserts in 40 rows"
-    assert "process: limits" in of(found, "sandbox").message
+    assert "process: " in of(found, "sandbox").message
 
     rows.write_text(f"{json.dumps({**row, 'test_list': ['assert inc(']})}\n" * 40)
     found = inputs("data=mbpp", "reward=code", f"data.path={rows}")

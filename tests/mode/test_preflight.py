@@ -43,7 +43,7 @@ REFUSED = [  # name of a check, what it refuses, and the setting that is named
     ("devices", ["device=cuda"], "device"),
     ("model files", [*OWN_MODEL, "model.path={sliding}"], "model.path"),
     ("prompts", ["rollout.max_prompt_tokens=2"], "rollout.max_prompt_tokens"),
-    ("code", ["reward=code", "+reward.args.sandbox=http://127.0.0.1:9"], "reward.args.sandbox"),
+    ("code", ["reward=code"], "reward"),
     ("demonstrations", ["data.demonstrations=/no/such.jsonl"], "data.demonstrations"),
     ("teacher", ["algorithm=opd"], "teacher.path"),
     ("environment", ["environment._target_=no_such.Env"], "environment._target_"),

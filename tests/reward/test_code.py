@@ -1,7 +1,8 @@
-"""`reward=code`: the forms of tests, what a completion scores, and the server of Sandbox Fusion."""
+"""`reward=code`: the forms of tests, and what a completion scores."""
 
 import asyncio
 import base64
+import contextlib
 import json
 import os
 import pickle
@@ -9,13 +10,11 @@ import re
 import shutil
 import subprocess
 import sys
-import threading
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
@@ -26,9 +25,9 @@ from app.placement.colocate import Colocate
 from app.placement.fully_async import FullyAsync
 from app.reward.code import last_block
 from app.reward.code.check import describe_tests, require_sandbox
-from app.reward.code.judge import Judge, same_lines, same_value
-from app.reward.code.row_tests import Asserts, Calls, NoTests, Stdin, read_tests
-from app.reward.code.sandbox import NAMESPACES, PROCESS, LocalSandbox, Sandbox, SandboxFusion, available, choose
+from app.reward.code.judge import Judge, returns, same_lines
+from app.reward.code.row_tests import RETURNS, Asserts, NoTests, Stdin, read_tests
+from app.reward.code.sandbox import NAMESPACES, PROCESS, LocalSandbox, available
 from app.reward.scorer import Scorer
 from app.types import Completion, GroupRequest, Trajectory
 from tests.refusals import refused
@@ -43,50 +42,18 @@ HALF = "def add(a, b):\n    return 3\n"
 FIRST = "sim/0@0"
 
 
-class FusionServer(BaseHTTPRequestHandler):
-    """The protocol of `POST /run_code`, for programs that are trusted."""
-
-    requests: ClassVar[list[dict[str, Any]]] = []
-
-    def do_POST(self) -> None:
-        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.requests.append(request)
-        ran = subprocess.run(
-            [sys.executable, "-c", request["code"]], input=request["stdin"].encode(), capture_output=True, check=False
-        )
-        result = {"status": "Finished", "return_code": ran.returncode, "stdout": ran.stdout.decode()}
-        body = json.dumps({"status": "Success" if ran.returncode == 0 else "Failed", "run_result": result}).encode()
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
-
-
-@pytest.fixture(scope="module")
-def fusion() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), FusionServer)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
-
-
-@pytest.fixture(params=[NAMESPACES, PROCESS, "fusion"])
-def sandbox(request: pytest.FixtureRequest, fusion: str) -> Sandbox:
-    if request.param == "fusion":
-        return SandboxFusion(fusion, MEMORY)
+@pytest.fixture(params=[NAMESPACES, PROCESS])
+def sandbox(request: pytest.FixtureRequest) -> LocalSandbox:
     if (reason := available(request.param)) is not None:
         pytest.skip(reason)
     return LocalSandbox(request.param, MEMORY)
 
 
-def passed(sandbox: Sandbox, program: str, row: dict[str, Any], answer: str = "") -> int:
+def passed(sandbox: LocalSandbox, program: str, row: dict[str, Any], answer: str = "") -> int:
     return Judge(sandbox, stop_early=False, timeout_s=TIMEOUT_S).passed(program, read_tests(row, answer))
 
 
-def test_asserts_are_counted_one_by_one(sandbox: Sandbox) -> None:
+def test_asserts_are_counted_one_by_one(sandbox: LocalSandbox) -> None:
     assert [passed(sandbox, program, MBPP) for program in (RIGHT, HALF, "", "def add(a):", "add = None")] == [
         2,
         1,
@@ -96,7 +63,7 @@ def test_asserts_are_counted_one_by_one(sandbox: Sandbox) -> None:
     ]
 
 
-def test_a_test_that_needs_several_values_or_an_object_of_the_program_gets_them(sandbox: Sandbox) -> None:
+def test_a_test_that_needs_several_values_or_an_object_of_the_program_gets_them(sandbox: LocalSandbox) -> None:
     program = (
         "class Pair:\n    def __init__(self, a, b):\n        self.a, self.b = a, b\n    def swap(self):\n"
         "        return Pair(self.b, self.a)\n"
@@ -116,7 +83,7 @@ def test_a_test_that_needs_several_values_or_an_object_of_the_program_gets_them(
     assert passed(sandbox, program, {"test_list": tests}) == len(tests) - 1
 
 
-def test_a_test_that_draws_its_inputs_draws_the_same_again(sandbox: Sandbox) -> None:
+def test_a_test_that_draws_its_inputs_draws_the_same_again(sandbox: LocalSandbox) -> None:
     """It is played again for each value that it needs."""
     check = (
         "import random\n"
@@ -129,7 +96,7 @@ def test_a_test_that_draws_its_inputs_draws_the_same_again(sandbox: Sandbox) -> 
     assert [passed(sandbox, program, row) for program in (RIGHT, HALF)] == [1, 0]
 
 
-def test_values_of_pythons_plain_types_come_back_as_they_are(sandbox: Sandbox) -> None:
+def test_values_of_pythons_plain_types_come_back_as_they_are(sandbox: LocalSandbox) -> None:
     values: list[Any] = [
         *(None, True, -7, 10**30, 0.1, float("inf"), "ä\n'\"\ud83d", b"\x00\xff", 1 - 2j, (), (1, (2,))),
         *({1, 2}, frozenset({"a"}), {(1, 2): [None]}, [[]], set()),
@@ -139,13 +106,13 @@ def test_values_of_pythons_plain_types_come_back_as_they_are(sandbox: Sandbox) -
     assert passed(sandbox, program, {"test_list": tests}) == len(values)
 
 
-def test_the_reference_solution_says_that_a_builtin_is_the_programs(sandbox: Sandbox) -> None:
+def test_the_reference_solution_says_that_a_builtin_is_the_programs(sandbox: LocalSandbox) -> None:
     row = {"test_list": ["assert sum(10, 15) == 6"]}
     program = "def sum(a, b):\n    return 6\n"
     assert [passed(sandbox, program, row, answer) for answer in ("def sum(a, b):\n    ...", "")] == [1, 0]
 
 
-def test_the_forms_of_published_rows_are_run(sandbox: Sandbox) -> None:
+def test_the_forms_of_published_rows_are_run(sandbox: LocalSandbox) -> None:
     stdin = json.dumps({"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7.0"]})
     script = "import sys\nif __name__ == '__main__':\n    print(sum(map(int, open(0).read().split())))\n"
     method = "class Solution:\n    def add(self, a, b):\n        return (a + b,)\n"
@@ -179,16 +146,23 @@ def test_the_forms_of_published_rows_are_run(sandbox: Sandbox) -> None:
     assert passed(sandbox, script, {}, stdin) == 2
 
 
+def calls(function: str, *cases: list[Any]) -> Asserts:
+    statements = [f"{RETURNS}({function}, {json.dumps(each)!r})" for each in cases]
+    return Asserts(
+        "", statements, frozenset([function]), frozenset(), frozenset([function, "Solution"]), "function calls"
+    )
+
+
 def test_the_columns_tell_the_form_and_what_cannot_be_read_is_refused() -> None:
-    assert read_tests(MBPP) == Asserts("", MBPP["test_list"])
+    assert read_tests(MBPP) == Asserts("", MBPP["test_list"], names=frozenset({"add"}))
     assert read_tests({"inputs": [["1", "2"]], "outputs": ["3"]}) == Stdin([("1\n2", "3")])
-    assert read_tests({"inputs": "[[1, 2]]", "outputs": "[3]", "fn_name": "a.b"}) == Calls("b", [([1, 2], 3)])
+    assert read_tests({"inputs": "[[1, 2]]", "outputs": "[3]", "fn_name": "a.b"}) == calls("b", [[1, 2], 3])
 
     form = {"fn_name": "f"}
-    assert read_tests({**form, "inputs": ["[1, 2]\n4"], "outputs": ["6"]}) == Calls("f", [([[1, 2], 4], 6)])
-    assert read_tests({**form, "inputs": ['"abc"'], "outputs": ['"cba"']}) == Calls("f", [(["abc"], "cba")])
+    assert read_tests({**form, "inputs": ["[1, 2]\n4"], "outputs": ["6"]}) == calls("f", [[[1, 2], 4], 6])
+    assert read_tests({**form, "inputs": ['"abc"'], "outputs": ['"cba"']}) == calls("f", [["abc"], "cba"])
     as_text = json.dumps({**form, "inputs": [["123"], ["a"]], "outputs": ["321", "a"]})
-    assert read_tests({"input_output": as_text}) == Calls("f", [(["123"], "321"), (["a"], "a")])
+    assert read_tests({"input_output": as_text}) == calls("f", [["123"], "321"], [["a"], "a"])
 
     evil = base64.b64encode(zlib.compress(pickle.dumps(os.getcwd))).decode()
     refused_rows: list[tuple[dict[str, Any], str]] = [
@@ -216,7 +190,8 @@ def test_the_columns_tell_the_form_and_what_cannot_be_read_is_refused() -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("```python\na\n```\nand\n```\nb\n```", "b\n"),
+        ("```python\na\n```\nprints\n```\nb\n```", "a\n"),
+        ("```\nprint(1)\n```\nprints\n```\n1\n```", "print(1)\n"),
         ("```python\na\n```\nprints\n```text\nb\n```", "a\n"),
         ("```python\na\n```\n```python\nb", "a\n"),
         ("a = 1", None),
@@ -228,13 +203,20 @@ def test_the_last_closed_block_of_python_counts(text: str, expected: str | None)
     assert last_block(text) == expected
 
 
+def returned(found: Any, expected: Any) -> bool:
+    with contextlib.suppress(AssertionError):
+        returns(lambda: found, json.dumps([[], expected]))
+        return True
+    return False
+
+
 def test_outputs_are_compared_by_line_and_by_number() -> None:
     assert same_lines(" 1  \n2.50 3\n\n", "1\n2.5 3")
     assert not same_lines("1\n2", "1 2")
     assert not same_lines("nan", "x")
-    assert same_value(((1, 2), "a"), [[1, 2], "a"])
-    assert same_value({1: (2,)}, {"1": [2]})
-    assert not same_value(1, [2])
+    assert returned(((1, 2), "a"), [[1, 2], "a"])
+    assert returned({1: (2,)}, {"1": [2]})
+    assert not returned(1, [2])
 
 
 def fenced(program: str) -> str:
@@ -252,8 +234,8 @@ def test_a_completion_scores_all_or_a_share_and_no_program_is_a_failure() -> Non
         assert scorer.scored([completions[1]])[0].reward_components == {"code": 0.0, "code/passed": 0.5}
 
 
-def test_a_row_without_tests_and_a_server_that_is_gone_are_failures(fusion: str) -> None:
-    with running_scorer(components={"code": 1.0}, args={"sandbox": fusion}, timeout_s=30.0) as scorer:
+def test_a_row_without_tests_is_a_failure() -> None:
+    with running_scorer(components={"code": 1.0}, timeout_s=30.0) as scorer:
         assert score(scorer, [trajectory(fenced(RIGHT), **MBPP), trajectory(fenced(RIGHT))]) == [1, 0]
         assert scorer.metrics["reward/failed_exception"] == 1
 
@@ -261,17 +243,13 @@ def test_a_row_without_tests_and_a_server_that_is_gone_are_failures(fusion: str)
 def test_a_sandbox_that_is_absent_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     available.cache_clear()
-    choose.cache_clear()
     try:
         with refused("reward.args.sandbox", "namespaces", "process"):
             require_sandbox(CodeArgs(sandbox="namespaces"))
         description, warned = require_sandbox(CodeArgs())
         assert (PROCESS in description, warned) == (True, True)
-        with refused("reward.args.sandbox", "http://127.0.0.1:9"):
-            require_sandbox(CodeArgs(sandbox="http://127.0.0.1:9"))
     finally:
         available.cache_clear()
-        choose.cache_clear()
 
 
 @pytest.mark.skipif(os.getuid() != 0 or shutil.which("setpriv") is None, reason="only root can give up capabilities")
@@ -336,12 +314,3 @@ async def test_completions_are_generated_while_programs_are_scored(kind: Placeme
     generated = [each.end for each in spans if each.track.startswith("generate") and each.name in others]
     assert len(generated) == 3
     assert all(scored.start < end < scored.end for end in generated)
-
-
-def test_a_server_gets_the_limits_and_no_expected_value(fusion: str) -> None:
-    FusionServer.requests.clear()
-    assert passed(SandboxFusion(fusion, MEMORY), RIGHT, {"test_list": ["assert add(1, 2) == 3 != 987654"]}) == 1
-    (request,) = FusionServer.requests
-    assert (request["language"], request["memory_limit_MB"]) == ("python", 256)
-    assert 0 < request["run_timeout"] <= TIMEOUT_S
-    assert "987654" not in json.dumps(request)

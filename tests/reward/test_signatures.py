@@ -3,6 +3,8 @@
 import asyncio
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -64,6 +66,26 @@ def test_a_reward_sees_the_question_and_every_column_of_the_rows_as_fields_or_as
     assert outcome(columns, answered) == [1.0, 1.0]
 
 
+def of_messages(prompts: list[Any], completions: list[Any], **_: Any) -> list[float]:
+    """As TRL's own rewards read a conversation."""
+    contents = [completion[0]["content"] for completion in completions]
+    assert [[message["role"] for message in prompt] for prompt in prompts] == [["system", "user"]] * len(prompts)
+    assert [completion[0]["role"] for completion in completions] == ["assistant"] * len(completions)
+    return [float(len(each)) for each in contents]
+
+
+def of_either(completions: list[Any], **_: Any) -> list[float]:
+    return [float(len(each if isinstance(each, str) else each[0]["content"])) for each in completions]
+
+
+def test_a_reward_written_for_trl_gets_messages_where_the_row_is_a_conversation_and_texts_elsewhere() -> None:
+    messages = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "what is it?"})
+    chats = [replace(each, prompt=replace(each.prompt, messages=messages)) for each in map(trajectory, ("a", "bcd"))]
+    assert outcome(of_messages, chats) == [1, 3]
+    assert outcome(of_either, [chats[1], trajectory("ab")]) == [3, 2]
+    assert outcome(of_messages, [trajectory("ab")]) == "exception"  # which the try before a run refuses
+
+
 def needy(completions: Texts, solution: Texts, points: Any) -> list[float]:
     return [1.0]
 
@@ -91,6 +113,34 @@ def test_a_reward_written_for_verl_gets_its_arguments_and_may_take_fewer() -> No
     rows = [trajectory(text, data_source="openai/gsm8k", extra_info={"index": 7}) for text in ("so 42", "7")]
     assert outcome(compute_score, rows, scale=2) == [LoggedScore(2, {"length": 5}), LoggedScore(0, {"length": 1})]
     assert outcome(fewer) == [1, 1]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.array([0.1, 0.2]),
+        np.zeros((2, 2)),
+        [0.5],
+        (),
+        "text",
+        b"1",
+        None,
+        {},
+        1j,
+        10**400,
+        math.nan,
+        ValueError(),
+        len,
+    ],
+    ids=repr,
+)
+def test_what_cannot_be_logged_beside_a_score_is_left_out(value: object) -> None:
+    made = outcome(returns, [trajectory("a")], value=[{"score": np.float32(1), "words": np.int64(3), "other": value}])
+    assert made == [LoggedScore(1.0, {"words": 3.0})]
+    assert outcome(returns, [trajectory("a")], value=[{"score": Decimal(1), "words": np.array(3)}]) == [
+        LoggedScore(1.0, {"words": 3.0})
+    ]
+    assert outcome(returns, [trajectory("a")] * 2, value=[1.0, {"score": np.zeros((2, 2))}]) == [1.0, V]
 
 
 def of_texts(text: str, reference: str) -> float:

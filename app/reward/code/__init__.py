@@ -1,11 +1,12 @@
-"""Reward component `code`: the tests of the row, run on the last fenced block of the completion.
+"""Reward component `code`: the tests of the row, run on the program of the completion, a fenced block.
 
 code ─→ row_tests: the row's tests
-     └→ judge: what is expected stays here ══ operations, values ══ sandbox: runner, the program of the completion
+     └→ judge: what is expected stays here ══ expressions, values ══ sandbox: runner, the program
 """
 
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from app.reward.code.judge import Judge
@@ -13,8 +14,10 @@ from app.reward.code.row_tests import read_tests
 from app.reward.code.sandbox import sandbox_of
 from app.types import Trajectory
 
-FENCE = "```"
-LANGUAGES = ("", "python", "py", "python3")
+BACKTICKS = "```"
+FENCE = re.compile(r"([ \t]*)(`{3,}|~{3,})([^`]*)")  # indentation, fence, language and maybe a title
+PYTHON = re.compile(r"\W*(?i:python|py)[\d.]*(?![\w-])")
+REASONING_END = "</think>"
 
 
 class code:  # noqa: N801  a component has its name
@@ -23,8 +26,8 @@ class code:  # noqa: N801  a component has its name
     Args:
         timeout_s: For all tests of a program.
         partial: Score the share.
-        sandbox: auto, namespaces, process, or the URL of a Sandbox Fusion server.
-        memory_mib: Of each process of a program.
+        sandbox: auto, namespaces or process.
+        memory_mib: Of a program.
 
     Raises:
         SandboxError: There is no such sandbox here.
@@ -41,26 +44,50 @@ class code:  # noqa: N801  a component has its name
 
     def _score(self, trajectory: Trajectory) -> Any:
         tests = read_tests(trajectory.prompt.row, trajectory.prompt.answer)
-        program = last_block(trajectory.text)
+        program = last_block(trajectory.text, tests.names)
         share = 0.0 if program is None else self._judge.passed(program, tests) / len(tests.cases)
         return {"score": share if self._partial else float(share == 1), "passed": share}
 
 
-def last_block(text: str) -> str | None:
-    r"""Return the last closed fenced block of Python, or without a language; None if there is none.
+def last_block(text: str, names: Collection[str] = ()) -> str | None:
+    r"""Return the fenced block that is the program; None if no closed one is of Python or without a language.
+
+    Of several, it is the last of those that define one of the names, or call a function where there are no names; of
+    these, the last that is marked as Python. Reasoning, up to the last `</think>`, is left out.
 
     >>> last_block("So:\n```python\nx = 1\n```\nDone.")
     'x = 1\n'
     """
-    found = None
-    language: str | None = None  # of the block that is open
-    lines: list[str] = []
-    for line in text.splitlines(keepends=True):
-        if not line.lstrip().startswith(FENCE):
-            lines.append(line)
-        elif language is None:
-            language, lines = line.strip().strip("`").strip().lower(), []
-        else:
-            found = "".join(lines) if language in LANGUAGES else found
-            language = None
-    return found
+    known = "|".join(map(re.escape, names))
+    defines = rf"^[ \t]*(?:async[ \t]+)?(?:def|class)[ \t]+(?:{known})\b|^(?:{known})[ \t]*(?::|=(?!=))"
+    fits = re.compile(defines if names else r"\w\(", re.MULTILINE)
+    found = [(not language, body) for language, body in blocks(text.rpartition(REASONING_END)[2])]
+    ranked = [(fits.search(body) is not None, not bare, index) for index, (bare, body) in enumerate(found)]
+    return found[max(ranked)[2]][1] if ranked else None
+
+
+def blocks(text: str) -> Iterator[tuple[str, str]]:
+    """Yield the language and the lines of each closed block of Python or without a language.
+
+    A fence with a language opens a block, also in one that was never closed. Fences that are indented by more than
+    three spaces are lines of the program, in a docstring.
+    """
+    fence = None  # of the block that is open
+    indent, language, lines = "", "", list[str]()
+    for line in text.split("\n"):
+        found = FENCE.fullmatch(line)
+        inside = found and fence and len(found[1]) > len(indent) + 3
+        before, opened, late = line.rstrip().rpartition(BACKTICKS)
+        if found and not inside and (fence is None or found[3].strip()):
+            indent, fence, language, lines = found[1], found[2], found[3].strip(), []
+        elif fence is None and opened and "`" not in before and PYTHON.fullmatch(late):  # Such as: ```python
+            indent, fence, language, lines = "", opened, late, []
+        elif fence is not None:
+            closes = not inside and line.rstrip().endswith(fence)
+            last = line.rstrip().rstrip(fence[0])
+            if last.strip() or not closes:
+                lines.append(last if closes else line.removeprefix(indent))
+            if closes:
+                fence = None
+                if not language or PYTHON.match(language):
+                    yield language, "".join(f"{each}\n" for each in lines)

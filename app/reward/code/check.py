@@ -21,8 +21,8 @@ def require_sandbox(args: CodeArgs) -> tuple[str, bool]:
     try:
         description = sandbox_of(args.sandbox, args.memory_mib << 20).description
     except SandboxError as error:
-        working = [kind for kind in (NAMESPACES, PROCESS) if "://" not in args.sandbox and available(kind) is None]
-        accepted = " or ".join([*working, "the URL of a Sandbox Fusion server that answers"])
+        working = [kind for kind in (NAMESPACES, PROCESS) if available(kind) is None]
+        accepted = " or ".join(working) or "a machine with bubblewrap, or with seccomp"
         raise ConfigError("reward.args.sandbox", args.sandbox, accepted, str(error)) from error
     return f"programs of completions run in {description}", args.sandbox == "auto" and description.startswith(PROCESS)
 
@@ -39,7 +39,7 @@ def describe_tests(sets: Sequence[Sequence[tuple[str, Mapping[str, Any], str]]])
             tests = read_tests(columns, answer)
         except NoTests as error:
             raise ConfigError("reward", "code", ACCEPTED, f"{place}: {error}") from error
-        forms[tests.name] += 1
+        forms[tests.form] += 1
     counted = ", ".join(f"{name} in {count:,} rows" for name, count in forms.items())
     unread = any(len(rows) > MAX_ROWS for rows in sets)
     return f"{counted}{f', of the first {MAX_ROWS} of each set' if unread else ''}"

@@ -1,23 +1,15 @@
-"""Read the tests of a row. Its columns tell their form.
-
-| columns | form | of |
-|---|---|---|
-| `test_list`, maybe `test_setup_code`, `test_imports` | asserts | MBPP |
-| `test`, `entry_point` | asserts | HumanEval |
-| `input_output`: JSON of `inputs`, `outputs`, maybe `fn_name` | stdin or calls | APPS, TACO |
-| `public_test_cases`, `private_test_cases`, maybe `metadata` or `starter_code` | stdin or calls | LiveCodeBench |
-| `inputs`, `outputs`, maybe `fn_name`: columns, or JSON as the answer | stdin or calls | other trainers |
-"""
+"""Read the tests of a row. Its columns tell their form, see the table in docs/code.md."""
 
 import ast
 import base64
-import binascii
+import builtins
 import io
 import json
 import pickle
+import re
 import sys
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +17,8 @@ ACCEPTED = (
     "rows with test_list (MBPP), test and entry_point (HumanEval), input_output (APPS), public_test_cases "
     "(LiveCodeBench), or inputs and outputs"
 )
+
+RETURNS = "__returns__"  # in a test, the function `judge.returns`
 
 
 class NoTests(Exception):
@@ -36,15 +30,18 @@ class Asserts:
     """Statements, each of which passes unless it raises.
 
     setup: Code before each of them.
-    defined: Names of the reference solution. One of a builtin (`def sum(a, b)`) means the program's.
+    defined: Names of the program, even if they are builtins': those of the reference solution, and the entry point.
     modules: Of the standard library, that the tests use as such, maybe without importing them.
+    names: What the program may have to define.
+    form: For messages.
     """
 
     setup: str
     cases: Sequence[str]  # statements
     defined: frozenset[str] = frozenset()
     modules: frozenset[str] = frozenset()
-    name = "asserts"
+    names: frozenset[str] = frozenset()
+    form: str = "asserts"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,19 +49,11 @@ class Stdin:
     """What a program reads and what it shall print."""
 
     cases: Sequence[tuple[str, str]]
-    name = "stdin and stdout"
+    names = frozenset[str]()
+    form = "stdin and stdout"
 
 
-@dataclass(frozen=True, slots=True)
-class Calls:
-    """Arguments of a function, or of a method of the class Solution, and what it shall return."""
-
-    function: str
-    cases: Sequence[tuple[Sequence[Any], Any]]
-    name = "function calls"
-
-
-Tests = Asserts | Stdin | Calls
+Tests = Asserts | Stdin
 
 
 def read_tests(row: Mapping[str, Any], answer: str = "") -> Tests:
@@ -89,7 +78,7 @@ def _read(row: Mapping[str, Any], answer: str) -> Tests | None:
         setup = [row.get("test_setup_code") or "", *(_json(row.get("test_imports")) or [])]
         return _asserts("\n".join(setup), [str(each) for each in _json(row["test_list"])], answer)
     if row.get("test") is not None and row.get("entry_point"):
-        return _asserts("", [f"{row['test']}\ncheck({row['entry_point']})"], answer)
+        return _asserts("", [f"{row['test']}\ncheck({row['entry_point']})"], answer, str(row["entry_point"]))
     if row.get("input_output") is not None:
         return _pairs(_json(row["input_output"]))
     if row.get("public_test_cases") is not None:
@@ -101,21 +90,23 @@ def _read(row: Mapping[str, Any], answer: str) -> Tests | None:
     return _pairs(content) if isinstance(content, dict) and {"inputs", "outputs"} <= content.keys() else None
 
 
-def _asserts(setup: str, statements: Sequence[str], answer: str) -> Asserts:
+def _asserts(setup: str, statements: Sequence[str], answer: str, entry_point: str = "") -> Asserts:
     nodes = [node for each in (setup, *statements) for node in ast.walk(ast.parse(each))]
     owners = {node.value.id for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)}
-    defined = frozenset(_defined(answer))
-    return Asserts(setup, statements, defined, frozenset(owners & sys.stdlib_module_names - defined))
+    defined = {*_defined(answer), *re.findall(r"^\w+", entry_point)}
+    modules = owners & sys.stdlib_module_names - defined
+    own = {getattr(node, "name", getattr(node, "arg", None)) for node in nodes}  # functions, classes, parameters
+    own |= {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
+    used = {node.id for node in nodes if isinstance(node, ast.Name)} - {*dir(builtins), *modules, *own}
+    return Asserts(setup, statements, frozenset(defined), frozenset(modules), frozenset(used | defined))
 
 
-def _defined(source: str) -> Iterator[str]:
+def _defined(source: str) -> Sequence[str]:
     try:
         statements = ast.parse(source.strip()).body
     except (SyntaxError, ValueError):
-        return
-    for each in statements:
-        if isinstance(each, ast.FunctionDef | ast.ClassDef):
-            yield each.name
+        return ()
+    return [each.name for each in statements if isinstance(each, ast.FunctionDef | ast.ClassDef)]
 
 
 def _pairs(value: Mapping[str, Any]) -> Tests:
@@ -123,18 +114,26 @@ def _pairs(value: Mapping[str, Any]) -> Tests:
     if len(inputs) != len(outputs):
         raise ValueError(f"{len(inputs)} inputs, {len(outputs)} outputs")
     if value.get("fn_name"):
-        calls = [_call(each, expected) for each, expected in zip(inputs, outputs, strict=True)]
-        return Calls(_identifier(value["fn_name"]), calls)
+        return _calls(value["fn_name"], list(zip(inputs, outputs, strict=True)))
     return Stdin([(_lines(each), _lines(expected)) for each, expected in zip(inputs, outputs, strict=True)])
 
 
-def _call(given: Any, expected: Any) -> tuple[Sequence[Any], Any]:
-    """Read the arguments of a call and its result: a list and a value, or text of JSON, one argument a line."""
-    if isinstance(given, str):
-        return [json.loads(line) for line in given.split("\n") if line.strip()], json.loads(expected)
-    if not isinstance(given, list):
-        raise ValueError(f"the arguments {given!r} are no list")
-    return given, expected
+def _calls(function: Any, cases: Sequence[tuple[Any, Any]]) -> Asserts:
+    """Return calls as statements of `judge.returns`. Arguments are a list, or text with one argument of JSON a line."""
+    name = str(function).rpartition(".")[2]
+    if not name.isidentifier():
+        raise ValueError(f"{name!r} is no name of a function")
+    statements = []
+    for given, expected in cases:
+        if isinstance(given, str):
+            call = [json.loads(line) for line in given.split("\n") if line.strip()], json.loads(expected)
+        elif isinstance(given, list):
+            call = given, expected
+        else:
+            raise ValueError(f"the arguments {given!r} are no list")
+        statements.append(f"{RETURNS}({name}, {json.dumps(call)!r})")
+    defined = frozenset([name])
+    return Asserts("", statements, defined, names=defined | {"Solution"}, form="function calls")
 
 
 def _live_code_bench(row: Mapping[str, Any]) -> Tests:
@@ -142,21 +141,15 @@ def _live_code_bench(row: Mapping[str, Any]) -> Tests:
     if not any(each.get("testtype") == "functional" for each in cases):
         return Stdin([(str(each["input"]), str(each["output"])) for each in cases])
 
-    name = _identifier((_json(row.get("metadata")) or {})["func_name"])
-    return Calls(name, [_call(each["input"], each["output"]) for each in cases])
+    return _calls((_json(row.get("metadata")) or {})["func_name"], [(each["input"], each["output"]) for each in cases])
 
 
 def _private(value: Any) -> Sequence[Mapping[str, Any]]:
     """Read private tests: JSON, or as published, pickled JSON text, compressed. Nothing but text is unpickled."""
-    if not value:
-        return []
     try:
-        cases: Sequence[Mapping[str, Any]] = _json(value)
+        cases: Sequence[Mapping[str, Any]] = _json(value or [])
     except ValueError:
-        try:
-            packed = base64.b64decode(value, validate=True)
-        except binascii.Error as error:
-            raise ValueError("private_test_cases is neither JSON nor base64") from error
+        packed = base64.b64decode(value, validate=True)
         cases = json.loads(_Text(io.BytesIO(zlib.decompress(packed))).load())
     return cases
 
@@ -168,13 +161,6 @@ class _Text(pickle.Unpickler):
 
 def _json(value: Any) -> Any:
     return json.loads(value) if isinstance(value, str) else value
-
-
-def _identifier(name: Any) -> str:
-    name = str(name).rpartition(".")[2]
-    if not name.isidentifier():
-        raise ValueError(f"{name!r} is no name of a function")
-    return name
 
 
 def _lines(value: Any) -> str:

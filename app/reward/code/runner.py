@@ -1,14 +1,10 @@
 """What runs inside a sandbox: it confines itself, and then runs the program of a completion. It is passed as text.
 
-Its stdin has the length of the job and a line break, the job as a literal, and then what the program reads. A job is
+Its stdin has frames, each a length, a line break and a text. The first is the job, a literal of `code`, `limits` and
+`script`. A script reads the rest of stdin and writes to stdout. Of another program each further frame is an expression
+of `g`, its globals, and `r`, the objects of earlier answers; the answer is a line of JSON, see `encoded`.
 
-    {"code": …, "limits": …, "operations": None}                        run the code as a script
-    {"code": …, "limits": …, "operations": [(test, number, "g['f'](3)"), …]}   and these expressions, one after another
-
-Each operation writes a JSON line, `[test, number, value]`; no line follows after the one that ends the process. In an
-expression, `g` are the program's globals and `r[test, number]` is the value of an earlier operation.
-
-The program can forge any line here. That gains nothing: what is expected never enters this process.
+The program can forge any answer. That gains nothing: what is expected never enters this process.
 It imports little, since its start is most of the time that a short program takes.
 """
 
@@ -20,18 +16,28 @@ import sys
 from _json import encode_basestring_ascii as quote  # the package `json` takes as long to import as all else
 
 if False:  # for the type checker
-    from collections.abc import Sequence
     from typing import Any
 
-FS_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}  # Landlock's rights by the version of its interface; 16 since version 5
-READ_FILE, READ_FOLDER = 0b0101, 0b1101  # and execute
+READ_FILE, READ_FOLDER = 0b0101, 0b1101  # of Landlock; and execute
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446  # the same numbers on every architecture
-PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS, SIGKILL = 1, 38, 9
+PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS, SIGKILL = 1, 22, 38, 9
+COMMON = ("typing", "bisect", "collections", "functools", "heapq", "itertools", "math", "random", "re", "string")
+BY_ARGUMENTS = ("range", "Fraction", "Decimal", "date", "datetime", "time", "timedelta", "timezone")
+objects: list[Any] = []
 
 
 def confine(limits: dict[str, Any]) -> None:
-    """Give up what the program must not have. What it forks inherits all of it."""
+    """Give up what the program must not have, and die with the parent."""
     import resource
+
+    # the package `ctypes` takes half as long to import as Python to start
+    from _ctypes import CFuncPtr, _SimpleCData, dlopen, dlsym
+
+    class Function(CFuncPtr):
+        _flags_ = 1  # of C
+
+    class Address(_SimpleCData):
+        _type_ = "z"
 
     if os.getuid() == 0:
         # the standard library stays readable through its descriptors, even below a folder of root's own
@@ -39,123 +45,143 @@ def confine(limits: dict[str, Any]) -> None:
         os.setgroups([])
         os.setresgid(*[limits["uid"]] * 3)
         os.setresuid(*[limits["uid"]] * 3)
-    if limits["process"]:
-        restrict(limits["readable"], limits["parent"])
-
-    for name in ("AS", "CPU", "FSIZE", "NPROC", "NOFILE", "CORE"):
-        resource.setrlimit(getattr(resource, "RLIMIT_" + name), (limits[name], limits[name]))
-
-
-def restrict(readable: Sequence[str], parent: int) -> None:
-    """Die with the parent, and let Landlock, where the kernel has it, refuse files, signals and TCP."""
-    from _ctypes import CFuncPtr, dlopen, dlsym  # the package `ctypes` takes half as long to import as Python to start
-
-    class Function(CFuncPtr):
-        _flags_ = 1  # of C
 
     libc = dlopen(None, 0)  # type: ignore[arg-type]  # None: what this process has loaded
     prctl, syscall = (Function(dlsym(libc, name)) for name in ("prctl", "syscall"))
     prctl(PR_SET_PDEATHSIG, SIGKILL)
-    if os.getppid() != parent:
+    if os.getppid() != limits["parent"]:
         sys.exit("the parent has ended already")
     prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    version = syscall(CREATE_RULESET, None, 0, 1)
-    if version < 1:
-        return
 
-    handled = (1 << FS_RIGHTS.get(version, 16)) - 1
-    network = 3 if version >= 4 else 0
-    scoped = 3 if version >= 6 else 0
-    ruleset = b"".join(each.to_bytes(8, sys.byteorder) for each in (handled, network, scoped))
-    rules = syscall(CREATE_RULESET, ruleset, len(ruleset), 0)
-    for path in [*readable, *sys.path]:
-        try:
+    # Landlock has had these three rights from its first version, and the filter refuses all writing
+    rules = syscall(CREATE_RULESET, READ_FOLDER.to_bytes(8, sys.byteorder), 8, 0)
+    for path in [*limits["readable"], *sys.path] if rules >= 0 else ():
+        if os.path.exists(path):
             folder = os.open(path, os.O_PATH)
-        except OSError:
-            continue
-        right = READ_FOLDER if os.path.isdir(path) else READ_FILE
-        syscall(ADD_RULE, rules, 1, right.to_bytes(8, sys.byteorder) + folder.to_bytes(4, sys.byteorder), 0)
-        os.close(folder)
-    if syscall(RESTRICT_SELF, rules, 0):
+            right = READ_FOLDER if os.path.isdir(path) else READ_FILE
+            syscall(ADD_RULE, rules, 1, right.to_bytes(8, sys.byteorder) + folder.to_bytes(4, sys.byteorder), 0)
+            os.close(folder)
+    if rules >= 0 and syscall(RESTRICT_SELF, rules, 0):
         sys.exit("Landlock refused")
-    os.close(rules)
+
+    for name in ("AS", "CPU", "FSIZE", "NPROC", "NOFILE", "CORE"):
+        resource.setrlimit(getattr(resource, "RLIMIT_" + name), (limits[name], limits[name]))
+    length = (len(limits["filter"]) // 8).to_bytes(8, sys.byteorder)
+    if prctl(PR_SET_SECCOMP, 2, length + bytes(memoryview(Address(limits["filter"]))), 0, 0):
+        sys.exit("the kernel refused the seccomp filter")
 
 
-def encoded(value: object) -> str:
-    """Return a value of Python's plain types as JSON; of anything else, the name of its type."""
+def encoded(value: Any) -> str:
+    """Return a value as JSON: plain types as they are, other standard ones as an object of one key, their type."""
     if value is None or value is True or value is False:
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, str):
         return quote(value)
+    if isinstance(value, int):
+        return int.__repr__(value) if int.bit_length(value) < 10_000 else '{"int":"' + hex(value) + '"}'
+    if isinstance(value, float):
+        text = float.__repr__(value)
+        return {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}.get(text, text)
     if isinstance(value, list):
         return "[" + ",".join(map(encoded, value)) + "]"
-    return encoded_number(value) if isinstance(value, int | float) else encoded_other(value)
+    name, parts = typed(value)
+    return '{"' + name + '":' + encoded(parts) + "}"
 
 
-def encoded_number(value: float) -> str:
-    """Return a number as JSON, also of a subclass, whose own text does not count."""
-    if isinstance(value, int):
-        return int.__repr__(value)
-    text = float.__repr__(value)
-    return {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}.get(text, text)
-
-
-def encoded_other(value: object) -> str:
-    """Return a value that JSON lacks as an object of one key, its type."""
+def typed(value: Any) -> tuple[str, Any]:
+    """Return the type of a value that JSON lacks, and its parts; of an object of the program, its number in `r`."""
+    kind, module = type(value), type(value).__module__
     if isinstance(value, dict):
-        pairs = [list(pair) for pair in dict.items(value)]
-        return '{"dict":' + encoded(pairs) + "}"
+        return "dict", [list(pair) for pair in dict.items(value)]
+    for plain in (tuple, set, frozenset, bytes, bytearray):
+        if isinstance(value, plain):
+            return plain.__name__, list(value)
     if isinstance(value, complex):
-        return '{"complex":' + encoded([value.real, value.imag]) + "}"
-    for kind in (tuple, set, frozenset, bytes):
-        if isinstance(value, kind):
-            return '{"' + kind.__name__ + '":' + encoded(list(value)) + "}"
-    return '{"object":' + quote(type(value).__name__) + "}"
+        return "complex", [value.real, value.imag]
+    if isinstance(value, type) and (value.__module__ == "builtins" or issubclass(value, BaseException)):
+        return "class", [each.__name__ for each in value.__mro__]
+    if module == "collections" and kind.__name__ == "deque":
+        return "deque", list(value)
+    if module in ("builtins", "fractions", "decimal", "datetime") and kind.__name__ in BY_ARGUMENTS:
+        return kind.__name__, list(value.__reduce__()[1])
+    objects.append(value)
+    return "object", len(objects) - 1
 
 
-def operate(module: Any, operations: Sequence[tuple[int, int, str]], results: int) -> None:
-    """Evaluate operations, and write what comes of each."""
-    write, encode = os.write, encoded
-    values: dict[tuple[int, int], Any] = {}
-    names = {"g": module.__dict__, "r": values, "nan": float("nan"), "inf": float("inf")}
-    for test, number, expression in operations:
-        try:
-            values[test, number] = eval(expression, names)
-            line = encode(values[test, number])
-        except BaseException as error:
-            line = '{"raised":' + quote(type(error).__name__) + "}"
-        left = f"[{test},{number},{line}]\n".encode()
+def do(function: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Call a function of the program; where it returns nothing, return what it changed its arguments to."""
+    given = [*args, *kwargs.values()]
+    before = encoded(given)
+    result = function(*args, **kwargs)
+    return ("changed", given) if result is None and encoded(given) != before else ("value", result)
+
+
+def serve(names: dict[str, Any], stdin: int, results: int) -> None:
+    """Answer one expression after another."""
+    write, encode, next_frame = os.write, encoded, frame
+
+    def send(kind: str, value: Any) -> None:
+        left = f'["{kind}",{encode(value)}]\n'.encode()
         while left:
             left = left[write(results, left) :]
+
+    def lent(number: int) -> Any:
+        def function(*args: Any, **kwargs: Any) -> Any:
+            send("call", [number, list(args), kwargs])
+            kind, value = eval(next_frame(stdin), names)
+            if kind == "raised":
+                raise value
+            return value
+
+        return function
+
+    def loads(text: bytes) -> Any:
+        import pickle
+
+        return pickle.loads(text)
+
+    names |= {"operator": __import__("_operator"), "r": objects, "do": do, "lent": lent, "loads": loads}
+    while expression := next_frame(stdin):
+        try:
+            send(*eval(expression, names))
+        except BaseException as error:
+            args = [each for each in error.args if isinstance(each, str | int | float)]
+            send("raised", [[each.__name__ for each in type(error).__mro__], args])
+
+
+def frame(stdin: int) -> bytes:
+    """Read a frame, and no byte more; at the end, nothing."""
+    digits = text = b""
+    while (byte := os.read(stdin, 1)) not in (b"\n", b""):
+        digits += byte
+    while len(text) < int(digits or b"0") and (piece := os.read(stdin, int(digits) - len(text))):
+        text += piece
+    return text
 
 
 def main() -> None:
     """Read the job, and run it."""
-    with open(0, "rb", buffering=0, closefd=False) as stdin:  # without a byte of what the program reads
-        size = int(stdin.readline())
-        text = b""
-        while len(text) < size:
-            text += stdin.read(size - len(text))
-
-    job = eval(text, {"nan": float("nan"), "inf": float("inf")})
+    job = eval(frame(0))
     silent = os.open(os.devnull, os.O_RDWR)
-    if job["limits"]:
-        confine(job["limits"])
+    confine(job["limits"])
 
     vars(builtins).update(exit=sys.exit, quit=sys.exit)  # as the module `site` does, which is not loaded
-    operations = job["operations"]
-    module = type(sys)("__main__" if operations is None else "solution")
+    module = type(sys)("__main__" if job["script"] else "solution")
     sys.modules[module.__name__] = module
     code = compile(job["code"], module.__name__, "exec")
-    if operations is None:
+    if job["script"]:
         exec(code, module.__dict__)
         return
 
-    results = os.dup(1)
+    stdin, results = os.dup(0), os.dup(1)
     os.dup2(silent, 0)
     os.dup2(silent, 1)
+    if "class Solution" in job["code"]:  # LeetCode's form, whose programs use these names without an import
+        for each in map(__import__, COMMON):
+            public = {name: getattr(each, name) for name in getattr(each, "__all__", dir(each)) if name[0] != "_"}
+            vars(builtins).update({**public, each.__name__: each, **vars(builtins)})
     exec(code, module.__dict__)
-    operate(module, operations, results)
+    serve({"g": module.__dict__, "nan": float("nan"), "inf": float("inf")}, stdin, results)
     os._exit(0)  # without what the program registered for its end
 
 

@@ -1,0 +1,68 @@
+"""The system calls that a program may make: a seccomp filter, as the kernel's BPF.
+
+Why a filter of our own: sockets, signals, SysV memory, queues and keys are no files, so that neither Landlock nor a
+limit of the process refuses them; bubblewrap frees most of them at the end, without a bound before, and containers
+refuse its namespaces. The binding of libseccomp on the package index (pyseccomp) is from 2021. This is a list of what
+an interpreter needs, so that it does not age: what a new kernel adds is refused.
+"""
+
+import os
+import struct
+
+# Name, number on x86_64, on aarch64; - where there is none. As in asm/unistd_64.h and asm-generic/unistd.h.
+ALLOWED = """
+read 0 63, write 1 64, readv 19 65, writev 20 66, pread64 17 67, lseek 8 62, close 3 57, dup 32 23, dup2 33 -,
+dup3 292 24, pipe2 293 59, stat 4 -, lstat 6 -, fstat 5 80, newfstatat 262 79, statx 332 291, access 21 -,
+faccessat 269 48, faccessat2 439 439, readlink 89 -, readlinkat 267 78, getdents64 217 61, getcwd 79 17, mmap 9 222,
+munmap 11 215, mprotect 10 226, mremap 25 216, madvise 28 233, brk 12 214, futex 202 98, set_robust_list 273 99,
+rseq 334 293, sched_yield 24 124, sched_getaffinity 204 123, exit 60 93, exit_group 231 94, restart_syscall 219 128,
+rt_sigaction 13 134, rt_sigprocmask 14 135, rt_sigreturn 15 139, sigaltstack 131 132, setitimer 38 103,
+getitimer 36 102, alarm 37 -, pause 34 -, clock_gettime 228 113, clock_getres 229 114, clock_nanosleep 230 115,
+nanosleep 35 101, gettimeofday 96 169, time 201 -, times 100 153, getrusage 98 165, getrandom 318 278, getpid 39 172,
+getppid 110 173, gettid 186 178, getuid 102 174, geteuid 107 175, getgid 104 176, getegid 108 177, uname 63 160,
+sysinfo 99 179, getrlimit 97 163, setrlimit 160 164, poll 7 -, ppoll 271 73, select 23 -, pselect6 270 72,
+epoll_create1 291 20, epoll_ctl 233 21, epoll_wait 232 -, epoll_pwait 281 22, eventfd2 290 19, sendto 44 206,
+recvfrom 45 207, getsockname 51 204, getsockopt 55 209, shutdown 48 210,
+clone 56 220, openat 257 56, prlimit64 302 261, fcntl 72 25, ioctl 16 29, socketpair 53 199
+"""
+# Values that an argument may have. fcntl and ioctl could name another process as the receiver of a signal; a socket
+# that is no stream could send to an address.
+VALUES = {
+    "prlimit64": {0: [0]},  # this process
+    "fcntl": {1: [0, 1, 2, 3, 4, 1030]},  # F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_DUPFD_CLOEXEC
+    "ioctl": {1: [0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451]},  # a terminal?, its size, FIONREAD, FIONBIO, FIOCLEX
+    "socketpair": {0: [1], 1: [1, 0o4001, 0o2000001, 0o2004001]},  # AF_UNIX, SOCK_STREAM; asyncio has one
+}
+# Bits of an argument, of which one has to be set, or none may be.
+BITS = {"clone": (0, 0x10000, True), "openat": (2, 0o1103, False)}  # a thread; no writing
+ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column, AUDIT_ARCH
+LOAD, EQUALS, HAS_BITS, RETURN = 0x20, 0x15, 0x45, 0x06
+ALLOW, KILL, REFUSE = 0x7FFF0000, 0x80000000, 0x00050000 | 38  # ENOSYS, for which libc has its fallbacks
+
+Instruction = tuple[int, int, int, int]  # code, instructions to skip if true, if false, operand
+
+
+def seccomp_filter() -> bytes:
+    """Return the filter of this machine's architecture. Raises `KeyError` for another than x86_64 and aarch64."""
+    column, architecture = ARCHITECTURES[os.uname().machine]
+    program: list[Instruction] = [(LOAD, 0, 0, 4), (EQUALS, 1, 0, architecture), (RETURN, 0, 0, KILL), (LOAD, 0, 0, 0)]
+    for entry in ALLOWED.split(","):
+        name, *numbers = entry.split()
+        if numbers[column] != "-":
+            block = _decision(name)
+            program += [(EQUALS, 0, len(block), int(numbers[column])), *block]
+    return b"".join(struct.pack("=HBBI", *each) for each in [*program, (RETURN, 0, 0, REFUSE)])
+
+
+def _decision(name: str) -> list[Instruction]:
+    """Return what decides about a call by its arguments; each is compared by its lower 32 bits."""
+    block: list[Instruction] = []
+    for argument, values in VALUES.get(name, {}).items():
+        block.append((LOAD, 0, 0, 16 + 8 * argument))
+        block += [(EQUALS, len(values) - index, 0, value) for index, value in enumerate(values)]
+        block.append((RETURN, 0, 0, REFUSE))
+    if name in BITS:
+        argument, bits, required = BITS[name]
+        block += [(LOAD, 0, 0, 16 + 8 * argument), (HAS_BITS, int(required), int(not required), bits)]
+        block.append((RETURN, 0, 0, REFUSE))
+    return [*block, (RETURN, 0, 0, ALLOW)]

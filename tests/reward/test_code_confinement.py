@@ -1,0 +1,348 @@
+"""What a program cannot reach or leave: the seccomp filter by its decisions, and the sandboxes by trying."""
+
+import os
+import re
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from app.reward.code import seccomp
+from app.reward.code.judge import Judge
+from app.reward.code.row_tests import read_tests
+from app.reward.code.sandbox import NAMESPACES, PROCESS, LocalSandbox, available
+from tests.reward.test_code_hostile import returned
+from tests.waiting import until
+
+HEADERS = {"x86_64": "/usr/include/x86_64-linux-gnu/asm/unistd_64.h", "aarch64": "/usr/include/asm-generic/unistd.h"}
+ALLOWED, REFUSED, KILLED = seccomp.ALLOW, seccomp.REFUSE, seccomp.KILL
+LIBC = "import ctypes, os, socket\nlibc = ctypes.CDLL(None, use_errno=True)\n"
+
+
+def numbers(machine: str) -> dict[str, int]:
+    """Return the numbers of system calls, from the kernel's header."""
+    if not Path(HEADERS[machine]).exists():
+        pytest.skip("the kernel's headers are not installed")
+    text = Path(HEADERS[machine]).read_text()
+    found = {name: int(number) for name, number in re.findall(r"#define __NR(?:3264)?_(\w+) (\d+)", text)}
+    return {"newfstatat" if name == "fstatat" else name: number for name, number in found.items()}
+
+
+def decision(machine: str, architecture: int, number: int, *arguments: int) -> int:
+    """Run the filter of an architecture as the kernel would."""
+    words = [number, architecture, 0, 0]
+    for each in [*arguments, *[0] * (6 - len(arguments))]:
+        words += [each & 0xFFFFFFFF, each >> 32]
+    original = os.uname
+    os.uname = lambda: os.uname_result((*original()[:4], machine))
+    try:
+        code = seccomp.seccomp_filter()
+    finally:
+        os.uname = original
+    position, loaded = 0, 0
+    while True:
+        operation = int.from_bytes(code[position : position + 2], "little")
+        if_true, if_false = code[position + 2], code[position + 3]
+        operand = int.from_bytes(code[position + 4 : position + 8], "little")
+        position += 8
+        if operation == 0x06:
+            return operand
+        if operation == 0x20:
+            loaded = words[operand // 4]
+        else:
+            holds = loaded == operand if operation == 0x15 else bool(loaded & operand)
+            position += 8 * (if_true if holds else if_false)
+
+
+@pytest.mark.parametrize("machine", HEADERS)
+def test_the_filter_allows_what_it_names_and_nothing_else(machine: str) -> None:
+    known = numbers(machine)
+    architecture = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}[machine]
+    names = {entry.split()[0] for entry in seccomp.ALLOWED.split(",")}
+    free = names - set(seccomp.VALUES) - set(seccomp.BITS)
+    decided = {name: decision(machine, architecture, number) for name, number in known.items()}
+    assert {name for name, found in decided.items() if found == ALLOWED} - {
+        "prlimit64",
+        "fcntl",
+        "openat",
+    } == free & set(known)
+    dangerous = (
+        "socket connect bind sendmsg sendmmsg fork vfork clone3 execve execveat kill tgkill ptrace process_vm_readv"
+    )
+    dangerous += (
+        " shmget msgget semget mq_open memfd_create add_key keyctl unshare setns mount prctl io_uring_setup bpf"
+    )
+    dangerous += " unlink unlinkat rename mkdir mkdirat ftruncate truncate fallocate setsid rt_sigqueueinfo pidfd_open"
+    assert {decided[name] for name in dangerous.split() if name in known} == {REFUSED}
+    assert decision(machine, architecture ^ 1, known["read"]) == KILLED
+    assert decision(machine, architecture, known["read"] | 0x40000000) == REFUSED  # the x32 interface
+
+    def ask(name: str, *arguments: int) -> bool:
+        return decision(machine, architecture, known[name], *arguments) == ALLOWED
+
+    assert [ask("clone", flags) for flags in (signal.SIGCHLD, 0x10000000, 0x3D0F00)] == [False, False, True]
+    assert [ask("openat", 0, 0, flags) for flags in (0, os.O_CLOEXEC, os.O_WRONLY, os.O_RDWR, os.O_CREAT)] == [
+        *[True] * 2,
+        *[False] * 3,
+    ]
+    assert [ask("prlimit64", pid) for pid in (0, 1)] == [True, False]
+    assert [ask("fcntl", 0, command) for command in (1, 1030, 8, 10, 1024, 1031)] == [True, True, *[False] * 4]
+    assert [ask("ioctl", 0, command) for command in (0x5401, 0x5421, 0x8901, 0x8902, 0x5412)] == [
+        True,
+        True,
+        *[False] * 3,
+    ]
+    pairs = [(1, 1), (1, 1 | socket.SOCK_CLOEXEC), (1, 2), (1, 5), (2, 1), (30, 1)]
+    assert [ask("socketpair", *each) for each in pairs] == [True, True, *[False] * 4]
+
+
+def test_another_architecture_has_no_filter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "uname", lambda: os.uname_result(("Linux", "here", "6", "1", "riscv64")))
+    with pytest.raises(KeyError):
+        seccomp.seccomp_filter()
+
+
+@pytest.fixture(params=[NAMESPACES, PROCESS])
+def judge(request: pytest.FixtureRequest) -> Judge:
+    if (reason := available(request.param)) is not None:
+        pytest.skip(reason)
+    return Judge(LocalSandbox(request.param, 256 << 20), stop_early=True, timeout_s=10.0)
+
+
+# What a program tries, and what it returns if it was refused
+REFUSALS = {
+    "SysV memory": "def f(_):\n    return libc.shmget(0, 1 << 20, 0o1600)\n",
+    "SysV queues": "def f(_):\n    return libc.msgget(0, 0o1600)\n",
+    "SysV semaphores": "def f(_):\n    return libc.semget(0, 1, 0o1600)\n",
+    "POSIX memory": "def f(_):\n    return libc.shm_open(b'/left', 0o102, 0o600)\n",
+    "POSIX queues": "def f(_):\n    return libc.mq_open(b'/left', 0o102, 0o600, None)\n",
+    "POSIX semaphores": "def f(_):\n    libc.sem_open.restype = ctypes.c_void_p\n"
+    "    return -1 if libc.sem_open(b'/left', 0o100, 0o600, 1) is None else 0\n",
+    "memory files": "def f(_):\n    return libc.memfd_create(b'left', 0)\n",
+    "keys": "def f(_):\n    return libc.syscall(248, b'user', b'left', b'x', 1, -3)\n",
+    "namespaces": "def f(_):\n    return libc.unshare(0x10000000)\n",
+    "a fork": "def f(_):\n    return libc.fork()\n",
+    "another program": "def f(_):\n    return libc.execv(b'/bin/true', (ctypes.c_char_p * 2)(b'true', None))\n",
+    "its own group": "def f(_):\n    return libc.setpgid(0, 0)\n",
+    "a life after its parent": "def f(_):\n    return libc.prctl(1, 0)\n",
+    "limits of another process": "def f(_):\n    limits = (ctypes.c_ulong * 2)(8, 8)\n"
+    "    return libc.prlimit(os.getppid(), 7, limits, None)\n",
+    "a signal to another process": "import fcntl\ndef f(_):\n    a, b = socket.socketpair()\n    try:\n"
+    "        fcntl.fcntl(a, fcntl.F_SETOWN, os.getppid())\n    except OSError:\n        return -1\n",
+    "UDP": "def f(_):\n    return libc.socket(2, 2, 0)\n",
+    "TCP over IPv6": "def f(_):\n    return libc.socket(10, 1, 0)\n",
+    "sockets of the kernel": "def f(_):\n    return libc.socket(16, 3, 0)\n",
+    "a Unix socket": "def f(_):\n    return libc.socket(1, 1, 0)\n",
+    "a pair of sockets that send anywhere": "def f(_):\n    return libc.socketpair(1, 2, 0, (ctypes.c_int * 2)())\n",
+    "an asynchronous ring": "def f(_):\n    return libc.syscall(425, 8, ctypes.create_string_buffer(200))\n",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_a_program_cannot_have(judge: Judge, name: str) -> None:
+    assert returned(judge, LIBC + REFUSALS[name]) == -1
+
+
+@pytest.fixture
+def listening() -> Iterator[tuple[str, socket.socket]]:
+    with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as server:
+        os.chmod(folder, 0o711)
+        server.bind(path := f"{folder}/socket")
+        os.chmod(path, 0o777)
+        server.listen()
+        server.setblocking(False)
+        yield path, server
+
+
+def test_a_program_connects_to_no_socket_and_reads_no_file_of_others(
+    judge: Judge, listening: tuple[str, socket.socket]
+) -> None:
+    path, server = listening
+    program = (
+        "import os, socket\ndef f(path):\n    found = []\n"
+        "    for act in (lambda: socket.socket(socket.AF_UNIX).connect(path), lambda: open(path + '.txt').read(),\n"
+        "        lambda: os.listdir(os.path.dirname(path)), lambda: open(f'/proc/{os.getppid()}/environ').read(),\n"
+        "        lambda: open(f'/proc/{os.getppid()}/mem').read(1)):\n"
+        "        try:\n            found.append(str(act()))\n"
+        "        except (OSError, ValueError) as error:\n            found.append(type(error).__name__)\n"
+        "    return [each for each in found if not each.endswith('Error')]\n"
+    )
+    Path(f"{path}.txt").write_text("secret")
+    os.chmod(f"{path}.txt", 0o644)
+    assert returned(judge, program, path) == []
+    with pytest.raises(BlockingIOError):
+        server.accept()
+
+
+def test_many_threads_and_their_memory_end_with_the_program(judge: Judge) -> None:
+    program = (
+        "import threading, time\ndef f(x):\n    for n in range(10_000):\n"
+        "        threading.Thread(target=time.sleep, args=(99,)).start()\n"
+    )
+    before = threading.active_count(), len(psutil.pids())
+    assert judge.passed(program, read_tests({"test_list": ["assert f(1) is None"]})) == 0
+    until(lambda: len(psutil.pids()) < before[1] + 20, 30)
+
+
+SURVIVOR = """
+import ctypes, time
+libc = ctypes.CDLL(None)
+libc.prctl(1, 0)
+libc.prctl(15, b"survivor")
+environ = ctypes.POINTER(ctypes.c_void_p).in_dll(libc, "environ")
+for index in range(100):
+    if not environ[index]:
+        break
+    ctypes.memset(environ[index], 0, len(ctypes.string_at(environ[index])))
+time.sleep(100)
+"""
+WORKER = """
+import sys
+from app.reward.code.sandbox import LocalSandbox
+LocalSandbox(sys.argv[1], 1 << 28).run(sys.argv[2], "", 300.0)
+"""
+
+
+@pytest.mark.parametrize("kind", [NAMESPACES, PROCESS])
+def test_a_program_that_hides_ends_with_its_worker(kind: str) -> None:
+    if (reason := available(kind)) is not None:
+        pytest.skip(reason)
+    worker = psutil.Popen(
+        [sys.executable, "-c", WORKER, kind, SURVIVOR], env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    )
+    try:
+        until(lambda: len(worker.children(recursive=True)) >= (1 if kind == PROCESS else 2), 30)
+        time.sleep(0.5)  # it hides now
+        programs = worker.children(recursive=True)
+    finally:
+        worker.kill()
+        worker.wait()
+    assert programs
+    until(lambda: not any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in programs), 10)
+
+
+BARE = {
+    "a bare except": "try:\n    f(-1)\n    ok = False\nexcept:\n    ok = True\nassert ok",
+    "every exception": "try:\n    f(-1)\n    ok = False\nexcept BaseException:\n    ok = True\nassert ok",
+    "suppressed": "import contextlib\nok = True\n"
+    "with contextlib.suppress(BaseException):\n    f(-1)\n    ok = False\nassert ok",
+    "a return in finally": "def t():\n    try:\n        return f(-1) == 1 and 'bad'\n"
+    "    finally:\n        return 'ok'\nassert t() == 'ok'",
+    "a helper": "def raises(g, *a):\n    try:\n        g(*a)\n    except:\n        return True\n    return False\n"
+    "assert raises(f, -1)",
+    "one exception": "try:\n    f(-1)\n    ok = False\nexcept ValueError:\n    ok = True\nassert ok",
+}
+ABSENT = {
+    "nothing": "pass\n",
+    "no syntax": "def f(:\n",
+    "an exception": "def f(x):\n    raise ValueError\nraise ValueError\n",
+    "an end": "import sys\ndef f(x):\n    raise ValueError\nsys.exit(0)\n",
+    "an end in the function": "import os\ndef f(x):\n    os._exit(0)\n",
+    "closed descriptors": "import os\ndef f(x):\n    os.closerange(0, 64)\n    raise ValueError\n",
+    "a crash": "import ctypes\ndef f(x):\n    ctypes.string_at(0)\n",
+    "a signal": "import signal\ndef f(x):\n    signal.setitimer(signal.ITIMER_REAL, 0.01)\n    signal.pause()\n",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BARE)
+def test_a_test_that_catches_everything_passes_only_if_the_program_ran(judge: Judge, name: str) -> None:
+    row = read_tests({"test_list": [BARE[name]]})
+    assert judge.passed("def f(x):\n    raise ValueError\n", row) == 1
+    assert judge.passed("def f(x):\n    return 1\n", row) == (name == "a return in finally")
+    assert {each: judge.passed(program, row) for each, program in ABSENT.items()} == dict.fromkeys(ABSENT, 0)
+
+
+def test_a_test_that_never_asks_the_program_fails(judge: Judge) -> None:
+    for row in ({"test_list": ["assert max(1, 2) == 2"]}, {"test_list": ["assert True"]}):
+        assert judge.passed("pass\n", read_tests(row)) == 0
+    check = {"test": "def check(candidate):\n    assert candidate([1, 2]) == 3\n", "entry_point": "sum"}
+    assert judge.passed("pass\n", read_tests(check)) == 0
+
+
+FORGED = """import os
+line = {line}
+for descriptor in range(3, 64):
+    try:
+        left = line
+        while left:
+            left = left[os.write(descriptor, left):]
+    except OSError:
+        pass
+def f(x):
+    return 1
+"""
+LINES = {
+    "colliding hashes": """b'["value",{"set":[%b]}]\\n' % b','.join(b'%d' % n for n in range(0, 2**77, 2**61 - 1))""",
+    "an endless range": """b'["value",{"deque":{"range":[0,1000000000000,1]}}]\\n'""",
+    "nesting": """b'["value",' + b'[' * 1_000_000 + b'\\n'""",
+    "a long number": """b'["value",' + b'9' * 3_000_000 + b']\\n'""",
+    "an exponent": """b'["value",{"dict":[[{"Decimal":["1e999999999"]},1]]}]\\n'""",
+    "endless calls": """b'["call",[0,[],{"dict":[]}]]\\n' * 1000""",
+    "an object of another place": """b'["value",{"object":99}]\\n'""",
+    "an expression for an object": """b'["value",{"object":"0] or 1"}]\\n'""",
+    "a class": """b'["value",{"class":["eval"]}]\\n'""",
+    "no line": """b'x' * 5_000_000""",
+}
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_forged_answers_cost_no_time_and_gain_nothing(name: str) -> None:
+    judge = Judge(LocalSandbox(PROCESS, 256 << 20), stop_early=True, timeout_s=1.0)
+    row = read_tests({"test_list": ["value = f(1)\nassert value == 2 or next(iter(value)) < 0 or int(value) == 2"]})
+    begin = time.monotonic()
+    assert judge.passed(FORGED.replace("{line}", LINES[name]), row) == 0
+    assert time.monotonic() - begin < 2.5
+
+
+def test_an_argument_cannot_be_changed_to_fit_a_result(judge: Judge) -> None:
+    row = read_tests({"test_list": ["a = [3, 1, 2]\nassert f(a) == sorted(a)"]})
+    assert judge.passed("def f(a):\n    a.clear()\n    return []\n", row) == 0
+
+
+def test_a_comparison_with_a_value_is_never_the_programs(judge: Judge) -> None:
+    liar = (
+        "class Yes:\n    __eq__ = __lt__ = __gt__ = __le__ = __ge__ = __contains__ = lambda *_: True\n"
+        "    __ne__ = lambda *_: False\n    __hash__ = lambda _: 0\n    __len__ = lambda _: 1\n"
+        "    __class__ = int\n    __float__ = lambda _: 1.0\ndef f(x):\n    return Yes()\n"
+    )
+    tests = [
+        "f(3) == 9",
+        "9 == f(3)",
+        "not f(3) != 9",
+        "8 < f(3) < 10",
+        "f(3) in [9]",
+        "9 in f(3)",
+        "f(3) in {9: 1}",
+        "[f(3)] == [9]",
+    ]
+    for test in tests:
+        assert judge.passed(liar, read_tests({"test_list": [f"assert {test}"]})) == 0, test
+
+
+def test_no_library_call_is_needed_that_the_filter_refuses() -> None:
+    """Modules of the standard library that programs use are imported and work under the filter."""
+    if (reason := available(PROCESS)) is not None:
+        pytest.skip(reason)
+    program = (
+        "import argparse, array, ast, asyncio, bisect, calendar, cmath, collections, copy, csv, ctypes, dataclasses\n"
+        "import datetime, decimal, difflib, enum, fractions, functools, glob, graphlib, hashlib, heapq, html, inspect\n"
+        "import io, ipaddress, itertools, json, keyword, locale, logging, math, operator, os, pathlib, pickle\n"
+        "import platform, pprint, queue, random, re, secrets, select, shlex, shutil, signal, sqlite3\n"
+        "import statistics, string, struct, tempfile, textwrap, threading, time, timeit, traceback, typing\n"
+        "import unicodedata, unittest, urllib.parse, uuid, xml.etree.ElementTree, zlib, zoneinfo\n"
+        "time.sleep(0.001); random.seed(); secrets.token_hex(); hashlib.sha256(b'x'); os.cpu_count()\n"
+        "platform.machine(); os.listdir('/usr'); tempfile.gettempprefix(); signal.alarm(0); queue.Queue().put(1)\n"
+        "threading.Timer(0, print).start()\n"
+        "print(sqlite3.connect(':memory:').execute('select 41 + 1').fetchone()[0], end='')\n"
+    )
+    with tempfile.TemporaryFile() as errors:
+        output = LocalSandbox(PROCESS, 512 << 20, errors.fileno()).run(program, "", 60.0)
+        errors.seek(0)
+        assert output == "\n42", errors.read().decode()
