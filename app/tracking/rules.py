@@ -170,9 +170,7 @@ def unmoved_weights(history: History, name: str) -> str | None:
     largest = history.largest.get(name, math.inf)
     if len(history.first.get(name, ())) < FIRST or largest >= 1e-6 or not history.largest.get("grad_norm"):
         return None
-    return (
-        f"No update so far has changed the weights by more than {largest:.1g} of their size: the policy stays as it is."
-    )
+    return f"No update so far has changed the weights by more than {largest:.1g} of their size."
 
 
 def entropy_collapse(history: History, name: str) -> str | None:
@@ -229,16 +227,16 @@ RULES = {
     "no reward variance": Rule(
         "reward/zero_std_fraction",
         no_reward_variance,
-        "Read samples/. Where answers are wrong, check data.answer, the reward's parsing and the prompt's format, then "
-        "try easier data or a larger algorithm.group_size. Where they are right, check that the reward gives wrong ones "
-        "less, then try harder data or algorithm.dynamic_sampling=true.",
+        "Read samples/. Where answers are wrong, check data.answer, the reward's parsing and the prompt's format, "
+        "then try easier data or a larger algorithm.group_size. Where they are right, check that the reward gives wrong "
+        "ones less, then try harder data or algorithm.dynamic_sampling=true.",
         at_end=True,
     ),
     "identical completions": Rule(
         "completion/identical_fraction",
         identical_completions,
-        "Try a higher rollout.temperature, such as 1. If it is that already, the policy was sharp from the start or has "
-        "collapsed: try a smaller trainer.lr and an earlier checkpoint.",
+        "Try a higher rollout.temperature, such as 1. If it is that already, the policy has collapsed: "
+        "try a smaller trainer.lr and an earlier checkpoint.",
         at_end=True,
     ),
     "accuracy of 0": Rule(
@@ -392,7 +390,7 @@ class Alarms:
         self._quiet_steps = dict.fromkeys(RULES, QUIET_STEPS)
 
     def check(self, step: int, metrics: Mapping[str, float | None]) -> dict[str, str]:
-        """Add a step, or its evaluation, and return the alarms that it raises: name of the rule → problem and advice."""
+        """Add a step or its evaluation. Return the alarms that it raises: name of the rule → problem and advice."""
         self._history.add(metrics, same_step=step == self._step)
         self._step = step
         problems = {
