@@ -105,7 +105,12 @@ def resolve(composed: DictConfig) -> RunConfig:
 
     assert isinstance(config, RunConfig)
     config.validate()
-    both = config.epochs is not None and "steps" in given_settings()
+    given = given_settings()
+    replaced = {"data.train_sets": config.data.train_sets, "data._target_": config.data._target_}
+    for key, value in replaced.items():
+        accepted = f"null beside {key}, which replaces it; +data.train_sets.<name>.path=FILE adds a set"
+        expect("data.path" not in given or not value, "data.path", config.data.path, accepted)
+    both = config.epochs is not None and "steps" in given
     expect(not both, "steps", config.steps, f"no steps with epochs={config.epochs}, which sets them, or epochs=null")
     return config
 

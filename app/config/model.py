@@ -13,6 +13,7 @@ TINY_PRESETS = {"tiny": "tiny", "tiny_qwen35": "tiny_qwen35", "tiny_tools": "tin
 
 
 ALL_LINEAR = "all"  # as a target of LoRA
+LORA_RATE = 10  # times the learning rate of full fine-tuning
 
 
 @dataclass

@@ -228,8 +228,8 @@ RULES = {
         "reward/zero_std_fraction",
         no_reward_variance,
         "Read samples/. Where answers are wrong, check data.answer, the reward's parsing and the prompt's format, "
-        "then try easier data or a larger algorithm.group_size. Where they are right, check that the reward gives wrong "
-        "ones less, then try harder data or algorithm.dynamic_sampling=true.",
+        "then try easier data or a larger algorithm.group_size. Where they are right, check that wrong ones get less, "
+        "then try harder data or algorithm.dynamic_sampling=true.",
         at_end=True,
     ),
     "identical completions": Rule(
