@@ -139,6 +139,7 @@ def _comparison(comparison: Comparison) -> str:
     if seeds := seed_table(comparison):
         title = f"<h2 class='table-title'>{SEED_TITLE.capitalize()}</h2>"
         shown += f"{title}<div class='scroll compare'>{_table(_escaped(seeds.text))}</div>"
+    shown += "".join(f"<p class='none'>{note}</p>" for note in comparison.notes)
     return f"<section>{shown}</section>"
 
 
