@@ -12,7 +12,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from app.config import foreign_names, own_data, resolvers
+from app.config import foreign_names, own_data, peft_adapter, resolvers
 from app.config.command_line import given_settings
 from app.config.command_line import override as quoted
 from app.config.run import RunConfig
@@ -94,6 +94,7 @@ def resolve(composed: DictConfig) -> RunConfig:
     """
     if "hydra" in composed:
         own_data.remove_evaluation_of_other_data(composed)
+        peft_adapter.take_settings(composed)
     application = OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
 
     try:

@@ -90,6 +90,11 @@ def idle_settings(run: RunConfig, given: Collection[str]) -> list[str]:
         idle = [key for key in chosen if f"{key}.".startswith(named)]
         if idle and applies:
             sentences.append(f"{_listed(idle)} no effect: {why}")
+    if run.model.lora.path is not None and run.algorithm.needs_reference:
+        sentences.append(
+            "the reference of algorithm.kl is the model without the adapter of model.lora.path: the KL does not begin "
+            "at 0; mode=export merges the adapter into a model to start from"
+        )
     return [*sentences, *_joined(run, given), *_learns_nothing(run)]
 
 

@@ -27,6 +27,12 @@ class LoraConfig:
         "Names of the linear layers that get an adapter, such as q_proj; all is every one of the decoder's, except the "
         "decays of linear attention.",
     )
+    path: str | None = setting(
+        None,
+        "Directory of a LoRA adapter of PEFT that training continues, which sets rank, alpha and targets; "
+        "mode=export with it merges it into the model instead; null starts as the model itself.",
+        noun="a directory with adapter_config.json",
+    )
 
     @property
     def enabled(self) -> bool:

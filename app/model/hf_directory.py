@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from app.config.model import LoraConfig, ModelConfig
+from app.config.peft_adapter import CONFIG as ADAPTER_CONFIG
 from app.errors import ConfigError, expect, one_line
 from app.model.hf_import import general_tokenizer, transformers
 from app.model.lora.base_weights import fingerprint
@@ -95,7 +96,8 @@ def identity(path: Path, lora: LoraConfig, chat_template: str | None = None) -> 
     """
     config = _text_config(path)
     shapes = {key: config[key] for key in SHAPES if key in config}
-    adapters = {"base": fingerprint(path), "lora": asdict(lora)} if lora.enabled else {}
+    settings = {key: value for key, value in asdict(lora).items() if key != "path"}
+    adapters = {"base": fingerprint(path), "lora": settings} if lora.enabled else {}
     template = {} if chat_template is None else {"chat_template": chat_template}
     return {**shapes, **adapters, **template, "source": str(path.absolute())}
 
@@ -166,6 +168,9 @@ def require_complete(folder: Path, given: str) -> None:
     """Raise `ConfigError` if a model directory lacks one of its files. `given` is how the user wrote it."""
     key = "model.path"
     expect(folder.is_dir(), key, given, "a directory that exists")
+    adapter = (folder / ADAPTER_CONFIG).is_file() and not (folder / CONFIG).is_file()
+    accepted = "the adapter's base, and model.lora.path=<this directory>, a PEFT adapter, to continue it"
+    expect(not adapter, key, given, f"{accepted}; or the merged model, beside it in an export of a run")
     expect((folder / CONFIG).is_file(), key, given, f"a Hugging Face model directory; this one has no {CONFIG}")
     has_class = _names_class(folder / CONFIG)
     expect(has_class, key, given, f"a directory whose {CONFIG} names a class in architectures; this one names none")
