@@ -191,7 +191,7 @@ def _unknown_choice(group: str, choice: str, lines: Sequence[str]) -> ConfigErro
     accepted = f"one of {', '.join(choices)}" if choices else "another key: there is no such group"
     if group in OWN:
         accepted += f"; your own is {OWN[group]}"
-    return ConfigError(group, choice, accepted, foreign_names.CHOICES.get(f"{group}={choice}", ""))
+    return ConfigError(group, choice, accepted, foreign_names.choice(f"{group}={choice}"))
 
 
 def _unknown_key(key: str, override: str = "") -> ConfigError:
@@ -246,7 +246,7 @@ def _wrong_type(override: str, error: Exception) -> ConfigError:
     if accepted is None or cause.startswith("Key "):
         return ConfigError(key, value, reason=cause)
 
-    return ConfigError(key, value, accepted, foreign_names.CHOICES.get(f"{key}={value}", ""))
+    return ConfigError(key, value, accepted, foreign_names.choice(f"{key}={value}"))
 
 
 def _wrong_entry(key: str, message: str) -> ConfigError | None:
