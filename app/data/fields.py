@@ -82,7 +82,8 @@ class FieldMap:
 
     def _answer(self, record: Mapping[str, Any], reply: Message | None, place: str) -> str:
         """Return the whole answer; without a field of its own, what the reply says."""
-        if reply is not None and (self.answer is None or isinstance(find(record, self.answer), Missing)):
+        own = Missing("") if self.answer is None else find(record, self.answer)
+        if reply is not None and (isinstance(own, Missing) or is_list_of_messages(own)):
             content: str = reply["content"]
             return content
         if self.answer is None and self.replies:
@@ -92,7 +93,7 @@ class FieldMap:
     def _messages(self, record: Mapping[str, Any], place: str) -> tuple[Message, ...]:
         """Return the messages of the question's field; none if it has text."""
         self._require_whole(record, place)
-        value = find(record, self.question)
+        value = self._conversation(record)
         if not is_list_of_messages(value):
             return ()
         try:
@@ -107,6 +108,16 @@ class FieldMap:
         for message in messages:
             self._require_unicode("question", self.question, message["content"], place)
         return messages
+
+    def _conversation(self, record: Mapping[str, Any]) -> Any:
+        """Return the question's field, followed by the answer's where both are messages, as in TRL's rows for sft."""
+        value = find(record, self.question)
+        reply = find(record, self.answer) if self.replies and self.answer else None
+        if not (is_list_of_messages(value) and is_list_of_messages(reply)):
+            return value
+        # replies of the prompt are not imitated
+        asked = [{**each, "train": False} if each.get("role") == REPLY else each for each in value]
+        return [*asked, *reply]
 
     def _require_whole(self, record: Mapping[str, Any], place: str) -> None:
         """Raise `ConfigError` for a path to one message of several: `prompt.0.content` may be the system message's."""

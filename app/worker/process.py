@@ -126,7 +126,7 @@ class WorkerProcess:
 
         if self._log is not None:
             self._log.parent.mkdir(parents=True, exist_ok=True)
-        output = STDERR if self._log is None else os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        output = STDERR if self._log is None else os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         try:
             return subprocess.Popen(
                 [self._python or sys.executable, str(SCRIPT), str(descriptor), str(os.getpid()), self._handler],
