@@ -286,19 +286,18 @@ def test_a_template_with_another_thinking_mode_or_none_is_followed(
         assert opening + ids(f"3{END}") + appended == whole
 
 
-CHANNELS = """{% for message in messages %}<|im_start|>{{ message.role }}
-{% set text = message.content %}
-{% if message.role == 'assistant' %}{% set text = text.split('[/thought]')[-1] | trim %}{% endif %}{{ text }}
-<|im_end|>
-{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
+CHANNELS = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{% set text = message.content %}"
+    "{% if message.role == 'assistant' %}{% set text = text.split('[/thought]')[-1] | trim %}{% endif %}"
+    "{{ text }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 
 
 def test_reasoning_between_other_markers_that_the_template_strips_is_not_kept(tmp_path: Path) -> None:
     folder = write_model(
         tmp_path,
         "qwen3",
-        CHANNELS.replace("\n<|im_end|>", "<|im_end|>").replace("%}\n{% if message", "%}{% if message"),
+        CHANNELS,
     )
     for thinking, expected in (("template", False), ("keep", True)):
         renderer = renderer_for("chat", str(folder), thinking, True)
