@@ -49,8 +49,10 @@ def answer(key: str, value: str = VALUE) -> str | None:
         )
     )
     found = next((entries()[name] for name in candidates if name in entries()), None)
-    if found is None or "because" in found:
-        return found and str(found["because"])
+    if found is None:
+        return None
+    if "because" in found:
+        return str(found["because"])
     if "values" in found:
         value = found["values"].get(value.lower(), VALUE)
 

@@ -13,18 +13,8 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 LENGTH_BYTES = 8  # of the header's length, at the beginning of a safetensors file
 # Settings of PEFT that change what an adapter computes, or train more than adapters.
 UNSUPPORTED = (
-    "alora_invocation_tokens",
-    "alpha_pattern",
-    "fan_in_fan_out",
-    "layer_replication",
-    "lora_bias",
-    "modules_to_save",
-    "rank_pattern",
-    "target_parameters",
-    "trainable_token_indices",
-    "use_bdlora",
-    "use_dora",
-    "use_qalora",
+    "alora_invocation_tokens alpha_pattern fan_in_fan_out layer_replication lora_bias modules_to_save rank_pattern "
+    "target_parameters trainable_token_indices use_bdlora use_dora use_qalora"
 )
 
 
@@ -47,7 +37,7 @@ def take_settings(composed: DictConfig) -> None:
         accepted = f"the directory of a LoRA adapter of PEFT, with {CONFIG} and {WEIGHTS}"
         raise ConfigError("model.lora.path", lora.path, accepted, f"{type(error).__name__}: {error}") from error
 
-    other = [name for name in UNSUPPORTED if found.get(name)]
+    other = [name for name in UNSUPPORTED.split() if found.get(name)]
     other += [f"{key}={found[key]}" for key, plain in (("peft_type", "LORA"), ("bias", "none")) if found[key] != plain]
     expect(not other, "model.lora.path", lora.path, f"a plain LoRA adapter; this one has {', '.join(other)}")
 

@@ -62,7 +62,9 @@ def try_rewards(config: RewardConfig, prompts: Sequence[Prompt], tokenize: Token
 
 
 def _number(value: Value) -> float:
-    return math.nan if isinstance(value, Failure) else value.score if isinstance(value, LoggedScore) else value or 0.0
+    if isinstance(value, Failure):
+        return math.nan
+    return value.score if isinstance(value, LoggedScore) else value or 0.0
 
 
 def _compared(terms: Mapping[str, RewardTerm], scores: Mapping[str, Sequence[float]]) -> list[str]:
