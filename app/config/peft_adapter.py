@@ -42,7 +42,7 @@ def take_settings(composed: DictConfig) -> None:
     expect(not other, "model.lora.path", lora.path, f"a plain LoRA adapter; this one has {', '.join(other)}")
 
     # rsLoRA divides by √rank (arXiv 2312.03732)
-    taken = {"rank": rank, "alpha": alpha * sqrt(rank) if found.get("use_rslora") else alpha}
+    taken: dict[str, Any] = {"rank": rank, "alpha": alpha * sqrt(rank) if found.get("use_rslora") else alpha}
     taken["targets"] = sorted({name.split(".lora_")[0].rpartition(".")[2] for name in header if ".lora_" in name})
     given = {each.lstrip("+").partition("=")[0] for each in composed.hydra.overrides.task}
     ours: Any = OmegaConf.to_container(lora)

@@ -112,7 +112,7 @@ class FieldMap:
     def _conversation(self, record: Mapping[str, Any]) -> Any:
         """Return the question's field, followed by the answer's where both are messages, as in TRL's rows for sft."""
         value = find(record, self.question)
-        reply = find(record, self.answer) if self.replies and self.answer else None
+        reply: Any = find(record, self.answer) if self.replies and self.answer else None
         if not (is_list_of_messages(value) and is_list_of_messages(reply)):
             return value
         # replies of the prompt are not imitated

@@ -33,7 +33,7 @@ def save_adapter(base: Path, out: Path, **settings: Any) -> Any:
         for name, parameter in adapted.named_parameters():
             if "lora_" in name:
                 parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
-    adapted.save_pretrained(out)
+    adapted.save_pretrained(str(out))
     return adapted.eval()
 
 
