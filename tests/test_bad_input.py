@@ -33,6 +33,11 @@ REFUSED = [  # overrides, and what the sentence names: the setting, and what is 
     (["+data.eval_sets.aime.rows=all"], ["data.eval_sets.aime.rows=all", "null or a whole number of at least 1"]),
     (["+data.eval_sets.aime.path=/no/such.csv"], ["data.eval_sets.aime.path=/no/such.csv", "there is no such file"]),
     (["data.eval_path=/no/such.jsonl.gz"], ["data.eval_path=/no/such.jsonl.gz", "there is no such file"]),
+    (
+        ["data.path=rows.jsonl", "+data.train_sets.mine.path=x"],
+        ["data.path=rows.jsonl", "null beside data.train_sets", "+data.train_sets.<name>.path=FILE"],
+    ),
+    (["data.path=rows.jsonl", "data._target_=my.rows"], ["data.path=rows.jsonl", "null beside data._target_"]),
     (["+data.train_sets.mine.weight=2"], ["data.train_sets.mine.path=null", "a file"]),
     (["+data.train_sets.mine.path=x", "data.train_sets.mine.weight=0"], ["data.train_sets.mine.weight=0.0", "above 0"]),
     (["data.path=[]"], ["data.path=[]", "a file, a pattern"]),

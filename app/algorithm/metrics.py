@@ -127,6 +127,9 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "reward/accuracy": sum(right for _, right in counts) / len(trajectories),
         **_pass_metrics(counts),
         "reward/zero_std_fraction": float(np.mean([each.min() == each.max() for each in by_group])),
+        "reward/all_correct_fraction": float(np.mean([right == size for size, right in counts])),
+        "reward/all_wrong_fraction": float(np.mean([right == 0 for _, right in counts])),
+        "completion/identical_fraction": float(np.mean([_identical(group) for group in groups])),
         "completion/length_mean": float(lengths.mean()),
         "completion/length_p95": float(np.percentile(lengths, 95)),
         "completion/truncated_fraction": float(np.mean([trajectory.truncated for trajectory in trajectories])),
@@ -150,6 +153,12 @@ def source_metrics(groups: Sequence[Group]) -> dict[str, float]:
         metrics[f"source/{name}/reward"] = float(np.mean([trajectory.reward for trajectory in trajectories]))
         metrics[f"source/{name}/accuracy"] = float(np.mean([correct(trajectory) for trajectory in trajectories]))
     return metrics
+
+
+def _identical(group: Group) -> bool:
+    """Whether a group of several trajectories is copies of one."""
+    sampled = {tuple(each.token_ids.tobytes() for each in one.sequences) for one in group.trajectories}
+    return len(sampled) == 1 < len(group.trajectories)
 
 
 def correct(trajectory: Trajectory) -> bool:

@@ -190,6 +190,7 @@ def _settings(config: dict[str, Any]) -> dict[str, Any]:
     shown = ["algorithm.name", "algorithm.prompts_per_step", "algorithm.group_size", "data.name", "trainer.lr"]
     if config.get("model.lora.rank"):
         shown += ["model.lora.rank", "model.lora.alpha"]
+    shown += [key for key in config if key.startswith(("reward.components", "reward._target_")) and config[key]]
     return {f"`{key}`": config[key] for key in shown if key in config}
 
 

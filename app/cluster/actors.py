@@ -38,6 +38,7 @@ class EngineFactory:
     placement: DevicePlacement
     fork: Fork | None  # of `Device.fork_server`
     teacher_path: Path | None = None  # what the engine of `teacher.path` loads
+    resumed_at: int = 0  # the step after which this process continues the run
     _restarts: Counter[int] = field(default_factory=Counter)  # engines made so far, by index
 
     def __call__(self, index: int) -> RemoteEngine:
@@ -59,7 +60,7 @@ class EngineFactory:
         server = replace(
             server,
             port=0 if rollout.port is None else rollout.port + index,
-            flags=engine_flags(self.config, self.device, index=index, restarts=restarts),
+            flags=engine_flags(self.config, self.device, index=index, restarts=restarts, resumed_at=self.resumed_at),
             environment={**server.environment, **self.placement.engine_environment(index)},
         )
         return _host(replace(spec, server=server), self.placement.engine_options(index))

@@ -14,7 +14,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from app.config import foreign_names, own_data, resolvers
+from app.config import foreign_names, own_data, peft_adapter, resolvers
 from app.config.command_line import given_settings
 from app.config.command_line import override as quoted
 from app.config.model import TINY_PRESETS
@@ -98,6 +98,7 @@ def resolve(composed: DictConfig) -> RunConfig:
     """
     if "hydra" in composed:
         own_data.remove_evaluation_of_other_data(composed)
+        peft_adapter.take_settings(composed)
     application = OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
 
     try:
@@ -109,7 +110,12 @@ def resolve(composed: DictConfig) -> RunConfig:
 
     assert isinstance(config, RunConfig)
     config.validate()
-    both = config.epochs is not None and "steps" in given_settings()
+    given = given_settings()
+    replaced = {"data.train_sets": config.data.train_sets, "data._target_": config.data._target_}
+    for key, value in replaced.items():
+        accepted = f"null beside {key}, which replaces it; +data.train_sets.<name>.path=FILE adds a set"
+        expect("data.path" not in given or not value, "data.path", config.data.path, accepted)
+    both = config.epochs is not None and "steps" in given
     expect(not both, "steps", config.steps, f"no steps with epochs={config.epochs}, which sets them, or epochs=null")
     return config
 
@@ -201,7 +207,7 @@ def _unknown_choice(group: str, choice: str, lines: Sequence[str]) -> ConfigErro
     accepted = f"one of {', '.join(choices)}" if choices else "another key: there is no such group"
     if group in OWN:
         accepted += f"; your own is {OWN[group]}"
-    return ConfigError(group, choice, accepted, foreign_names.CHOICES.get(f"{group}={choice}", ""))
+    return ConfigError(group, choice, accepted, foreign_names.choice(f"{group}={choice}"))
 
 
 def _unknown_key(key: str, override: str = "") -> ConfigError:
@@ -256,7 +262,7 @@ def _wrong_type(override: str, error: Exception) -> ConfigError:
     if accepted is None or cause.startswith("Key "):
         return ConfigError(key, value, reason=cause)
 
-    return ConfigError(key, value, accepted, foreign_names.CHOICES.get(f"{key}={value}", ""))
+    return ConfigError(key, value, accepted, foreign_names.choice(f"{key}={value}"))
 
 
 def _wrong_entry(key: str, message: str) -> ConfigError | None:

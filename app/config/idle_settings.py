@@ -90,7 +90,12 @@ def idle_settings(run: RunConfig, given: Collection[str]) -> list[str]:
         idle = [key for key in chosen if f"{key}.".startswith(named)]
         if idle and applies:
             sentences.append(f"{_listed(idle)} no effect: {why}")
-    return [*sentences, *_learns_nothing(run)]
+    if run.model.lora.path is not None and run.algorithm.needs_reference:
+        sentences.append(
+            "the reference of algorithm.kl is the model without the adapter of model.lora.path: the KL does not begin "
+            "at 0; mode=export merges the adapter into a model to start from"
+        )
+    return [*sentences, *_joined(run, given), *_learns_nothing(run)]
 
 
 def idle_clip(run: RunConfig) -> list[str]:
@@ -105,6 +110,19 @@ def _not_default(algorithm: AlgorithmConfig) -> list[str]:
     default = AlgorithmConfig()
     names = [each.name for each in fields(algorithm)]
     return [f"algorithm.{name}" for name in names if getattr(algorithm, name) != getattr(default, name)]
+
+
+def _joined(run: RunConfig, given: Collection[str]) -> Iterator[str]:
+    """Name components of a preset that nobody mentioned, beside those of the user's own."""
+    named = {key.split(".")[2] for key in given if key.startswith("reward.components.")}
+    own = [name for name, term in run.reward.terms().items() if term.target is not None and name in named]
+    preset = [name for name in run.reward.terms() if name not in named]
+    if own and preset and "reward" not in given:
+        removed = " ".join(f"~reward.components.{name}" for name in preset)
+        yield (
+            f"the reward is {run.reward.formula}, with {', '.join(preset)} of a preset beside your {', '.join(own)}: "
+            f"{removed} takes that out"
+        )
 
 
 def _learns_nothing(run: RunConfig) -> Iterator[str]:

@@ -13,6 +13,7 @@ TINY_PRESETS = {"tiny": "tiny", "tiny_qwen35": "tiny_qwen35", "tiny_tools": "tin
 
 
 ALL_LINEAR = "all"  # as a target of LoRA
+LORA_RATE = 10  # times the learning rate of full fine-tuning
 
 
 @dataclass
@@ -25,6 +26,12 @@ class LoraConfig:
         [ALL_LINEAR],
         "Names of the linear layers that get an adapter, such as q_proj; all is every one of the decoder's, except the "
         "decays of linear attention.",
+    )
+    path: str | None = setting(
+        None,
+        "Directory of a LoRA adapter of PEFT that training continues, which sets rank, alpha and targets; "
+        "mode=export with it merges it into the model instead; null starts as the model itself.",
+        noun="a directory with adapter_config.json",
     )
 
     @property

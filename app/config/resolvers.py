@@ -1,4 +1,4 @@
-"""OmegaConf resolvers of `conf/config.yaml`: the settings in `--help`, and the names of models and output folders."""
+"""OmegaConf resolvers of `conf/`: the settings in `--help`, names of models and output folders, learning rates."""
 
 import inspect
 import json
@@ -12,7 +12,7 @@ from pathlib import Path
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from app.config.command_line import command_name
-from app.config.model import HF_PRESET
+from app.config.model import HF_PRESET, LORA_RATE
 from app.config.run import Mode, RunConfig
 from app.config.setting import Setting, settings
 
@@ -74,7 +74,7 @@ def _shown(value: object) -> str:
 
 def register() -> None:
     """Register the resolvers."""
-    for resolver in (settings_help, command_name, folder_name, model_name, run_name):
+    for resolver in (settings_help, command_name, folder_name, learning_rate, model_name, run_name):
         OmegaConf.register_new_resolver(resolver.__name__, resolver, replace=True)
     # Hydra hands cached values to the jobs of a sweep, so a launcher's processes agree on the sweep's folder.
     OmegaConf.register_new_resolver("run_id", lambda: RUN_ID, replace=True, use_cache=True)
@@ -94,6 +94,12 @@ def model_name(*, _root_: DictConfig) -> str:
     path = OmegaConf.select(_root_, "model.path", default=None)
     name = Path(path).expanduser().absolute().name if path else ""
     return re.sub(r"[^\w.-]+", "-", name).strip("-.") or HF_PRESET
+
+
+def learning_rate(full: float, *, _root_: DictConfig) -> float:
+    """Return a preset's `trainer.lr`: that of full fine-tuning, or of adapters, which need more whatever their rank."""
+    adapters = OmegaConf.select(_root_, "model.lora.rank", default=0)
+    return float(f"{LORA_RATE * full:.6g}") if adapters else full
 
 
 def run_name(*, _root_: DictConfig) -> str:

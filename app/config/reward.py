@@ -108,6 +108,12 @@ class RewardConfig:
         return terms
 
     @property
+    def formula(self) -> str:
+        """The sum in words: `1 · math + 0.2 · short`, or the name of a single component of weight 1."""
+        terms = [f"{term.weight:g} · {name}" for name, term in self.terms().items()]
+        return " + ".join(terms).replace("+ -", "- ").removeprefix("1 · " if len(terms) == 1 else "")
+
+    @property
     def code(self) -> CodeArgs | None:
         """The arguments of the component `code`, if it is there."""
         runs_code = self._target_ is None and CODE in self.components

@@ -199,6 +199,9 @@ class RunConfig:
         accepted = "null with an environment, whose episodes have no answer to hold"
         single_turn = self.teacher.prompt is None or not self.environment.multi_turn
         expect(single_turn, "teacher.prompt", self.teacher.prompt, accepted)
+        bare = self.model.lora.path is None or self.mode is not Mode.eval or self.resume != "never"
+        accepted = "null with mode=eval: evaluate what mode=export merges"
+        expect(bare, "model.lora.path", self.model.lora.path, accepted)
         self.eval.validate()
         for key in self.stop.given:
             expect(self.eval.every > 0, "eval.every", 0, f"the steps between evaluations, which {key} compares")

@@ -90,7 +90,8 @@ class FieldMap:
 
     def _answer(self, record: Mapping[str, Any], reply: Message | None, place: str) -> str:
         """Return the whole answer; without a field of its own, what the reply says."""
-        if reply is not None and (self.answer is None or isinstance(find(record, self.answer), Missing)):
+        own = Missing("") if self.answer is None else find(record, self.answer)
+        if reply is not None and (isinstance(own, Missing) or messages_in(own) is not None):
             content: str = reply["content"]
             return content
         if self.answer is None and self.replies:
@@ -124,6 +125,10 @@ class FieldMap:
             return ()
         try:
             messages = normalized(value, padded=padded, tools=tools)
+            reply = messages_in(find(record, self.answer)) if self.replies and self.answer else None
+            if reply is not None:  # TRL's rows of prompt and completion: the prompt's replies are not imitated
+                asked = ({**each, "train": False} if each["role"] == REPLY else each for each in messages)
+                messages = (*asked, *normalized(reply, padded=padded, tools=tools))
             checked(messages, replied=self.replies)
         except WrongMessages as error:
             raise self._error("question", self.question, f"{error} in {place}") from error

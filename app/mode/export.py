@@ -1,4 +1,4 @@
-"""`mode=export`: write a checkpoint of a run as a Hugging Face directory."""
+"""`mode=export`: write a checkpoint of a run as a Hugging Face directory, or a model with a PEFT adapter merged."""
 
 from pathlib import Path
 
@@ -7,15 +7,18 @@ from app.checkpoint.folder import FOLDER as CHECKPOINTS
 from app.checkpoint.folder import find, there_are
 from app.checkpoint.run_state import RunState, lora_of, read_state, require_model
 from app.config import RunConfig
-from app.errors import ConfigError, echo
-from app.mode import ModeResult
+from app.config.device import Dtype
+from app.errors import ConfigError, echo, expect
+from app.mode import NOT_GIVEN, ModeResult
 from app.model.hf_directory import identity, locate
+from app.model.lora.base_weights import require_targets
 from app.recovery.run_lock import run_lock
 
 
 def run(config: RunConfig, folder: Path) -> ModeResult:
-    """Export the run in `folder`, or the checkpoint of `resume=`, and print where to."""
-    echo(str(export_run(config, folder)))
+    """Export the run in `folder`, or the checkpoint of `resume=`, or `model.lora.path` merged, and print where to."""
+    merges = config.model.lora.path is not None and config.resume == "never"
+    echo(str((merge_adapter if merges else export_run)(config, folder)))
     return ModeResult()
 
 
@@ -40,6 +43,34 @@ def export_run(config: RunConfig, folder: Path) -> Path:
     run = parent.parent if parent.name == CHECKPOINTS else parent
     with run_lock(run):
         return export_checkpoint(checkpoint, source, run / FOLDER)
+
+
+def merge_adapter(config: RunConfig, folder: Path) -> Path:
+    """Write the model of `model.path` with the adapter of `model.lora.path` merged into it, a model to start from.
+
+    Returns:
+        The exported directory, `export/` in the folder, in the dtypes of the model unless `device.dtype=float32`.
+
+    Raises:
+        ConfigError: The folder is not given or has an export, or the adapter is of another model.
+    """
+    out = folder / FOLDER
+    new = str(folder) != NOT_GIVEN and not out.exists()
+    expect(new, "hydra.run.dir", folder, f"a folder without {FOLDER}/ for the merged model")
+    source, lora = locate(config.model), config.model.lora
+    require_targets(source, lora)
+
+    import torch
+
+    from app.model.hf_checkpoint import open_checkpoint
+    from app.model.hf_export import export
+    from app.model.lora.names import merged
+
+    dtype = torch.float32 if config.device.dtype is Dtype.float32 else None
+    with open_checkpoint(Path(str(lora.path)).expanduser()) as adapter:
+        tensors = {name: adapter.read(name) for name in adapter.names}
+    export(source, merged(source, tensors, lora.scale), out, dtype)
+    return out
 
 
 def _find_checkpoint(config: RunConfig, folder: Path) -> Path:

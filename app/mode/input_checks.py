@@ -312,6 +312,7 @@ def reward(run: RunInputs) -> Iterator[Finding]:
     config = run.config
     own = [term.target for term in config.reward.terms().values() if term.target is not None]
     if not own:
+        yield Finding("reward", config.reward.formula)
         return
     run.status("trying the reward")
     # those that read turns or scores would fail on completions made up without them
@@ -319,7 +320,7 @@ def reward(run: RunInputs) -> Iterator[Finding]:
     tokenize = tokenizer_of(run.tokenizer) if run.moment is CheckStage.start else lambda text: list(text.encode())
     for warning in try_rewards(tried, _some_prompts(run), tokenize):
         yield Finding("reward", warning, CheckStatus.warn, WARNED)
-    yield from _loaded("reward", own)
+    yield Finding("reward", f"{config.reward.formula}; {', '.join(own)} can be loaded")
 
 
 def _loaded(subject: str, own: Sequence[str]) -> Iterator[Finding]:

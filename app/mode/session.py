@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import ray
 
+from app.checkpoint.run_state import read_state
 from app.cluster.actors import EngineFactory, make_trainer
 from app.cluster.connect import connect, count_nodes
 from app.cluster.placement_group import reserve
@@ -164,7 +165,8 @@ async def start_rollout_workers(
         trainer = "" if config.mode is Mode.eval else f" and {plural(config.placement.trainer_ranks, 'trainer rank')}"
         recorder.status(f"starting {plural(config.engines, 'engine')}{teacher}{trainer}")
         path = weights or inputs.model_path
-        make = EngineFactory(config, device, path, folder, device_placement, fork, inputs.teacher_path)
+        resumed_at = read_state(inputs.checkpoint).step if inputs.checkpoint is not None else 0
+        make = EngineFactory(config, device, path, folder, device_placement, fork, inputs.teacher_path, resumed_at)
         pool = EnginePool([make(index) for index in range(config.engines)])
         stack.push_async_callback(_end_engines, pool)
         supervisor = EngineSupervisor(config, pool, make, recorder.warn)

@@ -24,6 +24,7 @@ RENAMED = (
     ("model.", "model.language_model."),  # Qwen3.5: text model inside the vision-language checkpoint
     ("model.", "language_model.model."),
     ("lm_head.", "language_model.lm_head."),
+    ("base_model.model.model.", "base_model.model.model.language_model."),  # PEFT's adapters of the former
 )
 MAX_NAMES = 5  # tensor names per error message
 
@@ -60,8 +61,8 @@ class Checkpoint:
 
 
 @contextmanager
-def open_checkpoint(path: Path) -> Iterator[Checkpoint]:
-    """Open a model directory. Raises `ConfigError` if its safetensors cannot be read."""
+def open_checkpoint(path: Path, key: str = "model.path") -> Iterator[Checkpoint]:
+    """Open a directory that `key` names. Raises `ConfigError` if its safetensors cannot be read."""
     from safetensors import SafetensorError
 
     with ExitStack() as stack:
@@ -69,11 +70,17 @@ def open_checkpoint(path: Path) -> Iterator[Checkpoint]:
             yield Checkpoint(path, stack)
         except SafetensorError as error:
             accepted = "a directory whose safetensors can be read"
-            raise ConfigError("model.path", path, accepted, str(error)) from error
+            raise ConfigError(key, path, accepted, str(error)) from error
 
 
 def match(
-    expected: Mapping[str, tuple[int, ...]], checkpoint: Checkpoint, *, ignored: Iterable[str], tied: Iterable[str]
+    expected: Mapping[str, tuple[int, ...]],
+    checkpoint: Checkpoint,
+    *,
+    ignored: Iterable[str] = (),
+    tied: Iterable[str] = (),
+    key: str = "model.path",
+    accepted: str = "a checkpoint that matches its config.json",
 ) -> dict[str, str]:
     """Map every expected tensor of the model to its name in the checkpoint.
 
@@ -81,6 +88,8 @@ def match(
         expected: Shapes by model name.
         ignored: Regular expressions for further names that the checkpoint may have.
         tied: Model names that share the tensor of another one.
+        key: The setting that names the checkpoint, for messages.
+        accepted: What it shall be.
 
     Raises:
         ConfigError: If tensors are missing, unexpected, or of another shape.
@@ -103,8 +112,7 @@ def match(
     problems = {"lacks": missing, "also has": unexpected, "has in another shape": misshapen}
     described = [f"{verb} {_shorten(tensors)}" for verb, tensors in problems.items() if tensors]
     if described:
-        accepted = "a checkpoint that matches its config.json"
-        raise ConfigError("model.path", checkpoint.path, accepted, f"this one {' and '.join(described)}")
+        raise ConfigError(key, checkpoint.path, accepted, f"this one {' and '.join(described)}")
     return matched
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from app.config.model import LoraConfig, ModelConfig
+from app.config.peft_adapter import CONFIG as ADAPTER_CONFIG
 from app.environment.rendering.chat_template import template_of
 from app.environment.rendering.tokenizer_file import TokenizerFile, read_json
 from app.environment.rendering.tokenizer_file import stop_ids as stop_ids  # for those who load a model
@@ -114,7 +115,8 @@ def identity(path: Path, lora: LoraConfig, chat_template: str | None = None) -> 
     config = _text_config(path)
     shapes = {key: config[key] for key in SHAPES if key in config}
     weights = fingerprint(path)
-    trained = {"base": weights, "lora": asdict(lora)} if lora.enabled else {"weights": weights}
+    settings = {key: value for key, value in asdict(lora).items() if key != "path"}
+    trained = {"base": weights, "lora": settings} if lora.enabled else {"weights": weights}
     template = {} if chat_template is None else {"chat_template": chat_template}
     files = [path / name for name in TOKENIZERS if (path / name).is_file()]
     texts = [file.read_bytes() for file in files[:1]] + [(chat_template or template_of(path) or "").encode()]
@@ -177,6 +179,9 @@ def require_complete(folder: Path, given: str) -> None:
     """Raise `ConfigError` if a model directory lacks one of its files. `given` is how the user wrote it."""
     key = "model.path"
     expect(folder.is_dir(), key, given, "a directory that exists")
+    adapter = (folder / ADAPTER_CONFIG).is_file() and not (folder / CONFIG).is_file()
+    accepted = "the adapter's base, and model.lora.path=<this directory>, a PEFT adapter, to continue it"
+    expect(not adapter, key, given, f"{accepted}; or the merged model, beside it in an export of a run")
     expect((folder / CONFIG).is_file(), key, given, f"a Hugging Face model directory; this one has no {CONFIG}")
     has_class = _names_class(folder / CONFIG)
     expect(has_class, key, given, f"a directory whose {CONFIG} names a class in architectures; this one names none")

@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from app.config.peft_adapter import CONFIG as ADAPTER_CONFIG
+from app.config.peft_adapter import WEIGHTS as ADAPTER
 from app.errors import RunError
 from app.model.hf_checkpoint import Checkpoint, open_checkpoint
 from app.model.lora.base_weights import INDEX, SINGLE
 
 FILE_BYTES = 4 * 2**30  # largest safetensors file, unless a single tensor is larger
-ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
 def export_adapter(adapters: dict[str, Tensor], config: dict[str, Any], out: Path) -> None:

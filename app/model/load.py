@@ -34,7 +34,8 @@ from app.model.hf_checkpoint import Checkpoint, match, open_checkpoint
 from app.model.hf_import import transformers
 from app.model.kernels import CPU_KERNELS, Kernels
 from app.model.lora.layer import is_adapter
-from app.model.lora.wrap import add_adapters, initialize
+from app.model.lora.names import adapter_tensors
+from app.model.lora.wrap import add_adapters, initialize, start_from
 from app.model.parallelize import own_rows, parallelize
 from app.model.policy import FLOAT32_PARAMETERS, PolicyModel
 
@@ -65,12 +66,12 @@ def load(
         compute_dtype: Dtype of the computation; gradients are reduced in float32. Requires a mesh.
         kernels: How the policy computes on its device.
         activation_checkpointing: Layers whose activations are recomputed in the backward pass.
-        lora: Adapters to train in place of all weights; None, or a rank of 0: none.
+        lora: Adapters to train in place of all weights, and those to start from; None, or a rank of 0: none.
         seed: Of the adapters' initial values.
 
     Raises:
         ConfigError: If the directory has no causal language model that `PolicyModel` supports, or not exactly its
-            tensors, or `lora` has a target that the model does not have.
+            tensors, or `lora` has a target that the model does not have, or other adapters to start from.
     """
     if mesh is None and compute_dtype != param_dtype:
         raise ValueError("without a mesh a model computes in param_dtype: mixed precision requires FSDP2")
@@ -99,6 +100,8 @@ def load(
         _fill(causal_lm, names, checkpoint)
 
     initialize(causal_lm, seed)
+    if lora is not None and lora.path is not None:
+        start_from(dict(adapter_tensors(policy)), Path(lora.path).expanduser())
     _compute_buffers(causal_lm)
     return policy
 

@@ -1,21 +1,23 @@
 """Try custom rewards before anything starts: on made-up completions of a few real rows, in a worker as in a run.
 
 For each prompt the reward scores a group of two: its answer as the completion, and an empty text. A reward that fails
-on all of them would fail on everything, and is refused.
+on all of them would fail on everything, and is refused. One that does not prefer the answer is a warning.
 """
 
 import asyncio
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 
-from app.config.reward import RewardConfig
+from app.config.reward import RewardConfig, RewardTerm
 from app.errors import RunError, echo
 from app.reward.component import RewardComponent
-from app.reward.outcome import Failure, FailureKind, Value
+from app.reward.outcome import Failure, FailureKind, LoggedScore, Value
 from app.reward.reward_pool import RewardPool
 from app.reward.scorer import components_of, not_accepted
 from app.types import Completion, FinishReason, Prompt, Trajectory, VersionSpan
@@ -28,6 +30,7 @@ MAX_COMPONENT_SECONDS = 10.0  # of trying one component: no further prompt after
 CALL_TIMEOUT_S = 20.0  # for one call, even if `reward.timeout_s` allows more
 SCORING = "a reward that returns one finite number per trajectory, or reward.tryout=false, which skips this try"
 SLOW_SECONDS = 5.0  # for the two completions of a prompt: longer is a warning
+BUILT_IN_SCORES = {"exact": [1.0, 0.0], "math": [1.0, 0.0], "format": [0.0, 0.0]}  # of an answer and an empty text
 
 Tokenize = Callable[[str], Sequence[int]]
 
@@ -40,18 +43,46 @@ def try_rewards(config: RewardConfig, prompts: Sequence[Prompt], tokenize: Token
         tokenize: From a text to token ids.
 
     Returns:
-        Warnings about rewards that fail on some of the completions, or are slow.
+        Warnings about rewards that fail on some of the completions, are slow, or do not prefer the answer.
 
     Raises:
         ConfigError: A reward cannot be loaded, fails on everything, or does not answer within `reward.timeout_s` and
             20 s.
     """
     warnings: list[str] = []
+    scores = {name: values for name, values in BUILT_IN_SCORES.items() if name in config.terms()}
+    tried = prompts[:MAX_PROMPTS] if config.tryout else []
     for component in components_of(config):
         if component.key is not None:
-            tried = prompts[:MAX_PROMPTS] if config.tryout else []
-            warnings += run_blocking(_try_component(component, tried, tokenize, config.timeout_s))
-    return warnings
+            found, values = run_blocking(_try_component(component, tried, tokenize, config.timeout_s))
+            warnings += found
+            scores[component.name] = [_number(value) for value in values]
+    answered = bool(tried) and all(prompt.answer for prompt in tried)
+    return [*warnings, *(_compared(config.terms(), scores) if answered else [])]
+
+
+def _number(value: Value) -> float:
+    if isinstance(value, Failure):
+        return math.nan
+    return value.score if isinstance(value, LoggedScore) else value or 0.0
+
+
+def _compared(terms: Mapping[str, RewardTerm], scores: Mapping[str, Sequence[float]]) -> list[str]:
+    """Compare the reward of the answers with that of the empty texts; nothing if a component has no scores.
+
+    Both are 0 where a reward reads the answer in a form of its own.
+    """
+    if any(not scores.get(name) for name in terms):
+        return []
+    right, empty = (
+        math.fsum(term.weight * fmean(scores[name][first::2]) for name, term in terms.items()) for first in (0, 1)
+    )
+    if right > empty or right == empty == 0 or math.isnan(right + empty):
+        return []
+    return [
+        f"the reward of the right answer is {right:.3g} and that of an empty text {empty:.3g}, in the mean over "
+        f"made-up completions: {'it does not tell them apart' if right == empty else 'its sign may be wrong'}"
+    ]
 
 
 def made_up(prompt: Prompt, text: str, tokenize: Tokenize) -> Trajectory:
@@ -64,7 +95,7 @@ def made_up(prompt: Prompt, text: str, tokenize: Tokenize) -> Trajectory:
 
 async def _try_component(
     component: RewardComponent, prompts: Sequence[Prompt], tokenize: Tokenize, timeout_s: float
-) -> list[str]:
+) -> tuple[list[str], list[Value]]:
     pool = RewardPool(component, workers=1, timeout_s=timeout_s, log=NO_LOG, warn=lambda _: None)
     try:
         await pool.start_workers()
@@ -76,7 +107,9 @@ async def _try_component(
         await asyncio.sleep(0)  # closes its pipe
 
 
-async def _try_prompts(pool: RewardPool, prompts: Sequence[Prompt], tokenize: Tokenize, timeout_s: float) -> list[str]:
+async def _try_prompts(
+    pool: RewardPool, prompts: Sequence[Prompt], tokenize: Tokenize, timeout_s: float
+) -> tuple[list[str], list[Value]]:
     component = pool.component
     values: list[Value] = []
     slowest_s = 0.0
@@ -94,7 +127,7 @@ async def _try_prompts(pool: RewardPool, prompts: Sequence[Prompt], tokenize: To
     if failures and len(failures) == len(values):
         what = f"each of {len(values)} made-up completions ended as {failures[0]}"
         raise not_accepted(component, what, SCORING)
-    return _warnings(component, failures, len(values), slowest_s)
+    return _warnings(component, failures, len(values), slowest_s), values
 
 
 async def _score(pool: RewardPool, group: list[Trajectory], timeout_s: float) -> list[Value]:

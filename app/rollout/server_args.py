@@ -11,11 +11,14 @@ MAX_SEED = 2**31 - 1
 SHARED_FRACTION = 0.7  # of a device's memory, where the trainer's runtime stays on it
 
 
-def engine_flags(config: RunConfig, device: Device, *, index: int = 0, restarts: int = 0) -> dict[str, object]:
+def engine_flags(
+    config: RunConfig, device: Device, *, index: int = 0, restarts: int = 0, resumed_at: int = 0
+) -> dict[str, object]:
     """Return SGLang's flags by name: ours, then the device's, then `engine_args`. Later ones win.
 
     Args:
         restarts: How many engines had this index before; they were lost.
+        resumed_at: The step after which this process continues the run.
     """
     colocate = config.placement.kind is PlacementKind.colocate
     # Above the largest captured batch an engine would decode without graphs; further requests wait for a place.
@@ -23,7 +26,7 @@ def engine_flags(config: RunConfig, device: Device, *, index: int = 0, restarts:
     return {
         "dtype": config.device.dtype.name,
         "tp-size": config.rollout.tensor_parallel,
-        "random-seed": engine_seed(config.seed, index, restarts),
+        "random-seed": engine_seed(config.seed, index, restarts, resumed_at),
         "skip-tokenizer-init": not config.stop_strings,
         "mem-fraction-static": memory_fraction(config, device),
         **capacity_flags(config, device, batch),
@@ -92,13 +95,16 @@ def memory_fraction(config: RunConfig, device: Device) -> float:
     return SHARED_FRACTION if config.shared_devices and device.shares_memory else device.engine_fraction
 
 
-def engine_seed(seed: int, index: int, restarts: int) -> int:
+def engine_seed(seed: int, index: int, restarts: int, resumed_at: int = 0) -> int:
     """Return the seed of an engine's sampling noise. Engines of one seed would sample the same noise.
+
+    So would a run each time that it is preempted and resumed.
 
     >>> engine_seed(0, 0, 0), engine_seed(0, 1, 0), engine_seed(0, 1, 1)
     (268180898, 238974869, 2033796867)
     """
-    return zlib.crc32(f"{seed}/{index}/{restarts}".encode()) & MAX_SEED
+    attempt = f"/{resumed_at}" if resumed_at else ""
+    return zlib.crc32(f"{seed}/{index}/{restarts}{attempt}".encode()) & MAX_SEED
 
 
 def render_flags(flags: Mapping[str, object]) -> list[str]:

@@ -154,6 +154,9 @@ class RunConsole:
         self._print(title)
         self._print(Text(work_of(config), "dim"))
         self._print(Text(str(self._folder), "dim"))
+        if config.mode is Mode.train and (formula := config.reward.formula):
+            measured = "" if config.algorithm.reward_coefficient else ", measured only"
+            self._print(Text(f"reward: {formula}{measured}", "dim"))
         if config.mode.trains:
             self._print(Text(kept_of(config.checkpoint), "dim"))
         self._print(Text())

@@ -129,12 +129,7 @@ class RunFolderRecorder:
         """Record the metrics of a finished step and warn about the alarms that it raises."""
         self._record(step, metrics)
         self._console.step(step, metrics)
-
-        for name, text in self._alarms.check(step, metrics).items():
-            self.warn(f"step {step}: {text}")
-            for dashboard in self._open_dashboards():
-                dashboard.alert(step, name, text)
-
+        self._raise_alarms(step, metrics)
         self._try(timeline.NAME, partial(self.timeline.write_if_due, self.folder))
 
     def log_eval(
@@ -153,8 +148,10 @@ class RunFolderRecorder:
             decode: Converts prompt tokens to the question's text for the samples.
         """
         self.log_samples(step, groups, decode, kind="eval")
-        self._record(step, evaluation_metrics(results))
+        metrics = evaluation_metrics(results)
+        self._record(step, metrics)
         self._console.log_eval(step, results)
+        self._raise_alarms(step, metrics)
 
     def log_prompts(
         self, step: int, *, trained: Sequence[str], filtered: Sequence[str], unplayable: Sequence[str] = ()
@@ -255,6 +252,12 @@ class RunFolderRecorder:
         for dashboard in self._open_dashboards():
             dashboard.log(step, metrics)
 
+    def _raise_alarms(self, step: int, metrics: Metrics) -> None:
+        for name, text in self._alarms.check(step, metrics).items():
+            self.warn(f"step {step}: {text}")
+            for dashboard in self._open_dashboards():
+                dashboard.alert(step, name, text)
+
     def _send_samples(self, step: int, groups: Sequence[Group], decode: Decode | None, kind: str) -> None:
         chosen = samples.choose(groups, min(self.config.tracking.samples_per_step, TABLE_ROWS))
         rows = [orjson.loads(samples.line(samples.row(trajectory, decode))) for trajectory in chosen]
@@ -295,11 +298,13 @@ class RunFolderRecorder:
             args=tracking.args,
         )
 
-    def _write_report(self) -> dict[str, Path]:
-        from app.tracking.report.page import NAME, write_report
+    def _write_report(self) -> dict[str, Path | str]:
+        from app.tracking.report.page import NAME, unhealthy, write_report
 
         report = self.folder / NAME
-        return {"report": report} if self._try(NAME, partial(write_report, self.folder, report)) else {}
+        if not self._try(NAME, partial(write_report, self.folder, report)):
+            return {}
+        return {**unhealthy(self.folder), "report": report}
 
 
 def evaluation_metrics(results: Mapping[str, Metrics]) -> dict[str, float]:

@@ -2,19 +2,24 @@
 
 A rule is about one metric and the steps that it looks back on. Thresholds favor few false alarms. The rules cover
 failures that users of RL systems tend to notice days late.
+
+Invariants:
+- A problem of the report is one that raised an alarm during the run: both apply this table to the same rows.
 """
 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from statistics import fmean, median
+from statistics import fmean, median, pstdev
 
 WINDOW = 30  # steps that a rule looks back on
+SOLVED = 0.8  # training accuracy above which most groups are all correct
+FIRST = 5  # values of each metric that are kept from the beginning
 QUIET_STEPS = 20  # after an alarm
 
 
 class History:
-    """The most recent steps of a run.
+    """The most recent steps of a run, and of each metric the first values and the extremes of the whole run.
 
     Example:
         history = History(max_staleness=0)
@@ -26,17 +31,25 @@ class History:
 
     def __init__(self, *, max_staleness: float = 0) -> None:
         self.max_staleness = max_staleness
-        self.initial_entropy: list[float] = []
+        self.first: dict[str, list[float]] = {}
+        self.smallest: dict[str, float] = {}
+        self.largest: dict[str, float] = {}
         self._steps: list[Mapping[str, float]] = []  # oldest first
 
-    def add(self, metrics: Mapping[str, float | None]) -> None:
-        """Append the metrics of the next step. None is what `metrics.jsonl` holds for NaN and infinity."""
-        values = {name: math.nan if value is None else value for name, value in metrics.items()}
-        self._steps = [*self._steps, values][-WINDOW:]
+    def add(self, metrics: Mapping[str, float | None], *, same_step: bool = False) -> None:
+        """Append the metrics of the next step, or add more of the last one, as those of its evaluation.
 
-        entropy = values.get("entropy", math.nan)
-        if math.isfinite(entropy) and len(self.initial_entropy) < 5:
-            self.initial_entropy.append(entropy)
+        None is what `metrics.jsonl` holds for NaN and infinity.
+        """
+        values = {name: math.nan if value is None else value for name, value in metrics.items()}
+        earlier = self._steps.pop() if same_step else {}
+        self._steps = [*self._steps, {**earlier, **values}][-WINDOW:]
+
+        for name, value in values.items():
+            if math.isfinite(value):
+                self.first[name] = [*self.first.get(name, ()), value][:FIRST]
+                self.smallest[name] = min(value, self.smallest.get(name, value))
+                self.largest[name] = max(value, self.largest.get(name, value))
 
     def last(self, name: str, count: int = 1) -> list[float]:
         """Return a metric's values in the last `count` steps, or an empty list unless all of them have it."""
@@ -64,7 +77,7 @@ class Rule:
     problem: Problem
     advice: str
     at_end: bool = False  # the report judges the last step; False: all steps
-    report_only: bool = False  # no alarm
+    report_only: bool = False  # it may be meant: shown in the report, neither an alarm nor unhealthy
     stale: bool | None = None  # the rule is for stale (True) or fresh (False) data only; None: for both
     unless: str = ""  # the rule does not apply to steps that have this metric
 
@@ -101,28 +114,75 @@ def spike(sentence: str, *, floor: float, limit: float = math.inf) -> Problem:
 
 
 def no_reward_variance(history: History, name: str) -> str | None:
-    """Problem: nearly all groups have equal rewards."""
-    fractions = history.last(name, 3)
-    if not fractions or min(fractions) < 0.95:
+    """Problem: nearly all groups have equal rewards, or most of them for long; expected once the data is solved."""
+    recent, longer = history.last(name, 3), history.last(name, 10)
+    flat = bool(recent) and min(recent) >= 0.95
+    if not flat and not (longer and min(longer) >= 0.75):
         return None
 
-    which = ""
-    accuracy = history.last("reward/accuracy")
-    if accuracy:
-        which = " (all correct)" if accuracy[0] > 0.5 else " (all wrong)"
-    return f"In {fractions[-1]:.0%} of the groups all completions have the same reward{which}: no gradient."
+    accuracy = history.last("reward/accuracy", 3)
+    if accuracy and fmean(accuracy) >= SOLVED and history.smallest[name] < 0.5:
+        return None  # it has learned, and its groups are all right
+
+    share = recent[-1] if flat else fmean(longer)
+    sentence = f"In {share:.0%} of the groups all completions have the same reward: no gradient."
+    right, wrong = history.last("reward/all_correct_fraction"), history.last("reward/all_wrong_fraction")
+    if right and wrong:
+        mixed = 1 - right[0] - wrong[0]
+        sentence += f" {right[0]:.0%} of the groups are all right, {wrong[0]:.0%} all wrong, {mixed:.0%} mixed."
+    return sentence
+
+
+def identical_completions(history: History, name: str) -> str | None:
+    """Problem: most groups are copies of one completion, also among those that are not all right."""
+    values = history.last(name, 3)
+    right = history.last("reward/all_correct_fraction", 3) or [0.0] * 3
+    if not values or min(one - other for one, other in zip(values, right, strict=True)) < 0.5:
+        return None
+    return f"In {values[-1]:.0%} of the groups all completions are copies of one: nothing is explored."
+
+
+def accuracy_is_zero(history: History, name: str) -> str | None:
+    """Problem: nothing counts as right although rewards differ."""
+    values, flat = history.last(name, 10), history.last("reward/zero_std_fraction", 10)
+    if not values or max(values) > 0 or not flat or fmean(flat) > 0.5:
+        return None
+    return "The accuracy has been 0 for 10 steps, although rewards differ within the groups."
+
+
+def accuracy_fell(history: History, name: str) -> str | None:
+    """Problem: the held-out accuracy falls while the reward rises."""
+    accuracy = history.last(name)[0]
+    reward, first = history.last("reward/mean", FIRST), history.first.get("reward/mean", [])
+    noise = max(0.05, 3 * max(history.last("eval/accuracy_stderr"), default=0.0))
+    if not reward or len(first) < FIRST or accuracy > history.first[name][0] - noise:
+        return None
+    if fmean(reward) - fmean(first) <= 2 * max(pstdev(reward), pstdev(first)):
+        return None
+    return (
+        f"The reward rose from {fmean(first):.3g} to {fmean(reward):.3g}, but the held-out accuracy fell from "
+        f"{history.first[name][0]:.1%} to {accuracy:.1%}."
+    )
+
+
+def unmoved_weights(history: History, name: str) -> str | None:
+    """Problem: no update so far has moved the weights, although there was a gradient."""
+    largest = history.largest.get(name, math.inf)
+    if len(history.first.get(name, ())) < FIRST or largest >= 1e-6 or not history.largest.get("grad_norm"):
+        return None
+    return f"No update so far has changed the weights by more than {largest:.1g} of their size."
 
 
 def entropy_collapse(history: History, name: str) -> str | None:
     """Problem: entropy is nearly gone although many answers are wrong; with correct answers it is expected."""
     value = history.last(name)[0]
     accuracy = history.last("reward/accuracy", 5)
-    if len(history.initial_entropy) < 5 or (accuracy and fmean(accuracy) >= 0.7):
+    first = history.first.get(name, [])
+    if len(first) < FIRST or (accuracy and fmean(accuracy) >= 0.7):
         return None
 
-    start = fmean(history.initial_entropy)
-    if value < 0.05 * start:
-        return f"Entropy fell from {start:.3g} to {value:.2g}: the policy has almost stopped exploring."
+    if value < 0.05 * fmean(first):
+        return f"Entropy fell from {fmean(first):.3g} to {value:.2g}: the policy has almost stopped exploring."
     return None
 
 
@@ -167,8 +227,36 @@ RULES = {
     "no reward variance": Rule(
         "reward/zero_std_fraction",
         no_reward_variance,
-        "Read samples/. If the answers are wrong, check the reward's parsing and the prompt's format, then try easier "
-        "data or a larger algorithm.group_size. If they are right, try harder data or algorithm.dynamic_sampling=true.",
+        "Read samples/. Where answers are wrong, check data.answer, the reward's parsing and the prompt's format, "
+        "then try easier data or a larger algorithm.group_size. Where they are right, check that wrong ones get less, "
+        "then try harder data or algorithm.dynamic_sampling=true.",
+        at_end=True,
+    ),
+    "identical completions": Rule(
+        "completion/identical_fraction",
+        identical_completions,
+        "Try a higher rollout.temperature, such as 1. If it is that already, the policy has collapsed: "
+        "try a smaller trainer.lr and an earlier checkpoint.",
+        at_end=True,
+    ),
+    "accuracy of 0": Rule(
+        "reward/accuracy",
+        accuracy_is_zero,
+        "If samples/ has right answers, the reward has another scale or the wrong sign: above 0.5 counts as right, "
+        "unless a built-in component judges, such as exact with weight 0 in reward.components.",
+        at_end=True,
+    ),
+    "reward against accuracy": Rule(
+        "eval/accuracy",
+        accuracy_fell,
+        "Read samples/ for what is rewarded: a reward of the wrong sign, one that can be had without the right answer, "
+        "or training data that differs from the evaluation's.",
+        at_end=True,
+    ),
+    "unmoved weights": Rule(
+        "updates/relative_change",
+        unmoved_weights,
+        "Try a larger trainer.lr (1e-6 for all weights of a model of billions, ten times that for adapters).",
         at_end=True,
     ),
     "mismatch": Rule(
@@ -296,13 +384,15 @@ class Alarms:
 
     def __init__(self, *, max_staleness: int = 0) -> None:
         self._history = History(max_staleness=max_staleness)
+        self._step: int | None = None
         self._active: set[str] = set()
         self._quiet_until: dict[str, int] = {}
         self._quiet_steps = dict.fromkeys(RULES, QUIET_STEPS)
 
     def check(self, step: int, metrics: Mapping[str, float | None]) -> dict[str, str]:
-        """Add a step and return the alarms that it raises: name of the rule → problem and advice."""
-        self._history.add(metrics)
+        """Add a step or its evaluation. Return the alarms that it raises: name of the rule → problem and advice."""
+        self._history.add(metrics, same_step=step == self._step)
+        self._step = step
         problems = {
             name: reading.problem
             for name, reading in check_rules(self._history).items()

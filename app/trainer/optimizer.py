@@ -13,6 +13,7 @@ from app.config.trainer import Optimizer, Schedule, TrainerConfig
 from app.errors import RunError
 from app.model.lora.layer import local_shard
 
+SAMPLED_WEIGHTS = 256  # of each tensor and rank, to measure how far an update moves them
 SLOTS = {Optimizer.adamw: ("step", "exp_avg", "exp_avg_sq"), Optimizer.sgd: ()}
 
 
@@ -23,6 +24,7 @@ class UpdateResult:
     applied: bool  # False: there was no gradient or it was not finite, and nothing changed
     grad_norm: float  # before clipping
     lr: float  # learning rate of this update
+    change: float = nan  # mean |change| of sampled weights of this rank over their mean size
 
 
 def update_metrics(results: Sequence[UpdateResult]) -> dict[str, float]:
@@ -31,11 +33,13 @@ def update_metrics(results: Sequence[UpdateResult]) -> dict[str, float]:
     Gradient norms are the mean and the largest of the updates whose gradient was finite, NaN if there was none.
     """
     norms = [result.grad_norm for result in results if isfinite(result.grad_norm)]
+    changes = [result.change for result in results if result.applied]
     return {
         "grad_norm": fmean(norms) if norms else nan,
         "grad_norm/max": max(norms, default=nan),
         "lr": results[-1].lr,
         "updates/skipped": float(len(results) - len(norms)),
+        "updates/relative_change": fmean(changes) if changes else nan,
     }
 
 
@@ -117,12 +121,18 @@ class PolicyOptimizer:
 
         for param_group in self.torch_optimizer.param_groups:
             param_group["lr"] = lr
+        before = self._sampled()
         self.torch_optimizer.step()
         self.zero_grad()
 
         self.skipped_in_a_row = 0
         self.updates += 1
-        return UpdateResult(True, float(norm), lr)
+        change = (self._sampled() - before).abs().mean() / before.abs().mean()
+        return UpdateResult(True, float(norm), lr, float(change))
+
+    def _sampled(self) -> torch.Tensor:
+        """Return a copy of the first weights of each tensor on this rank."""
+        return torch.cat([local_shard(each).detach().flatten()[:SAMPLED_WEIGHTS] for each in self.parameters])
 
     def lr(self) -> float:
         """Return the learning rate of the next update."""

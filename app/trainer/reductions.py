@@ -98,7 +98,7 @@ class UnreadSums:
 
 def all_gather_logprobs(own: Mapping[SampleKey, Tensor], samples: Sequence[Sample]) -> dict[SampleKey, Tensor]:
     """Return the log-probabilities [T] of all samples, of which each rank computed some. A collective."""
-    if _single_rank():
+    if _single_rank() or not samples:
         return dict(own)
 
     # Each sample was computed by one rank; the others add zeros.

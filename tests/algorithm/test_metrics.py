@@ -62,6 +62,9 @@ def test_group_metrics_of_two_groups_counted_by_hand() -> None:
             "reward/pass@2": (1 / 2 + 1) / 2,
             "reward/pass@4": 1.0,
             "reward/zero_std_fraction": 0.5,
+            "reward/all_correct_fraction": 0.5,
+            "reward/all_wrong_fraction": 0.0,
+            "completion/identical_fraction": 0.5,
             "completion/length_mean": 7.5,
             "completion/length_p95": 10.0,
             "completion/truncated_fraction": 1 / 8,
@@ -79,6 +82,8 @@ def test_accuracy_and_pass_at_k_agree_with_each_other(answers: list[list[bool]])
     assert measured["reward/mean"] == pytest.approx(measured["reward/accuracy"])
     assert measured["reward/pass@1"] <= measured["reward/pass@2"] + 1e-12 <= measured["reward/pass@4"] + 2e-12
     assert measured["reward/zero_std_fraction"] == np.mean([len(set(group_answers)) == 1 for group_answers in answers])
+    assert measured["reward/all_correct_fraction"] == np.mean([all(group_answers) for group_answers in answers])
+    assert measured["reward/all_wrong_fraction"] == np.mean([not any(group_answers) for group_answers in answers])
     assert ("reward/pass@8" in measured) == (min(map(len, answers)) == 8)
 
 

@@ -68,6 +68,7 @@ def test_a_card_says_how_the_model_was_trained(tmp_path: Path) -> None:
         "`algorithm.group_size`": "8",
         "`data.name`": "gsm8k",
         "`trainer.lr`": "1e-06",
+        "`reward.components.math`": "1.0",
         "first evaluation": "25.0% after step 0 (n = 200)",
         "last evaluation": "50.0% after step 20 (n = 150)",
         "trained with": f"hydra-posttrain {version('hydra-posttrain')}",

@@ -114,7 +114,20 @@ def test_a_run_that_can_hardly_learn_is_named(overrides: list[str], named: str) 
 
 
 def test_a_rate_for_adapters_is_not_named() -> None:
-    assert sentences("model=tiny_lora") == sentences("model=qwen3_4b_lora") == sentences("trainer.lr=1e-6") == []
+    for overrides in (["model=tiny_lora"], ["model=qwen3_4b_lora"], ["trainer.lr=1e-6"], ["model.lora.rank=8"]):
+        assert sentences(*overrides) == []
+
+
+OWN = "+reward.components.brief._target_=my.brief"
+
+
+def test_components_of_a_preset_beside_ones_own_are_named_unless_they_were_asked_for() -> None:
+    (sentence,) = sentences("model=hf", "model.path=me/model", OWN, "+reward.components.brief.weight=0.2")
+    assert "1 · math + 0.2 · brief" in sentence
+    assert "~reward.components.math" in sentence
+    for overrides in (["reward=math"], ["reward.components.math=0.5"]):
+        assert sentences("model=hf", "model.path=me/model", OWN, *overrides) == []
+    assert sentences("+reward.components.format=0.1") == []
 
 
 def test_only_the_plan_names_the_idle_clip_of_a_run_that_sets_none() -> None:

@@ -42,6 +42,14 @@ MODELS = sorted({path.stem for path in (CONF / "model").glob("*.yaml")} - {"hf"}
 PLACEMENTS = ["colocate", "fully_async"]
 
 QWEN = "experiment=cuda1_colocate_4b"
+RATES = {  # of full fine-tuning; adapters have ten times that
+    "model=hf model.path=me/model": 1e-6,
+    "model=qwen3_4b": 1e-6,
+    "model=qwen35_9b": 1e-6,
+    "model=tiny": 2e-4,
+    "model=tiny_tools data=products environment=calculator": 3e-4,
+    "experiment=cpu1_smollm2": 1e-5,
+}
 
 SIZES = {"prompts_per_step", "group_size"}
 PUBLISHED: dict[str, dict[str, Any]] = {
@@ -115,6 +123,18 @@ DEVICE_KINDS = {
     PlacementKind.colocate: {"shared device"},
     PlacementKind.fully_async: {"trainer device", "engine device"},
 }
+
+
+@pytest.mark.parametrize("preset", RATES)
+def test_the_learning_rate_of_a_preset_is_that_of_what_is_trained_unless_it_is_given(preset: str) -> None:
+    assert composed(*preset.split()).trainer.lr == RATES[preset]
+    assert composed(*preset.split(), "model.lora.rank=8").trainer.lr == pytest.approx(10 * RATES[preset], rel=1e-12)
+    assert composed(*preset.split(), "model.lora.rank=8", "trainer.lr=3e-6").trainer.lr == 3e-6
+
+
+def test_presets_of_adapters_have_the_rate_of_adapters() -> None:
+    rates = {name: composed(f"model={name}").trainer.lr for name in ("qwen3_4b_lora", "qwen35_9b_lora", "tiny_lora")}
+    assert rates == {"qwen3_4b_lora": 1e-5, "qwen35_9b_lora": 1e-5, "tiny_lora": 2e-3}
 
 
 def sweep(name: str, *overrides: str) -> DictConfig:

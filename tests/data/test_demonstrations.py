@@ -89,6 +89,20 @@ def test_a_question_with_an_answer_is_a_conversation_of_two_messages(
     assert imitated(sequence, tokenizer) == ["Add. #### 46<|im_end|>"]
 
 
+def test_messages_of_a_prompt_and_of_its_completion_are_one_conversation(
+    tiny_model: Path, tokenizer_of: Callable[[Path], Any], jsonl: Callable[..., str]
+) -> None:
+    """TRL's rows for supervised fine-tuning."""
+    tokenizer = tokenizer_of(QWEN3)
+    config = replace(CHAT, question="prompt", answer="completion")
+    (joined,) = prompts_of(CHAT, jsonl({"messages": SEVERAL[:3]}), tokenizer)
+    row = {"prompt": SEVERAL[:2], "completion": SEVERAL[2:3]}
+    (split,) = prompts_of(config, jsonl(row), tokenizer)
+    assert (split.messages, split.reply, split.answer) == (joined.messages, joined.reply, "2")
+    made = demonstrator(tokenizer, tiny_model, config)
+    assert [imitated(each, tokenizer) for each in made.sequences([split])] == [["2<|im_end|>"]]
+
+
 def test_plain_rows_are_imitated_up_to_the_end_of_the_text(tiny_model: Path, jsonl: Callable[..., str]) -> None:
     tokenizer = load_tokenizer(tiny_model)
     config = DataConfig(name="mine")

@@ -1,38 +1,64 @@
-"""The tables of docs/coming_from.md agree with the answers of the command line."""
+"""The tables of docs/coming_from.md are those of the command line's answers, and name settings that exist."""
 
 import re
+from enum import Enum
+from typing import Any
 
 import pytest
 
-from app.config.foreign_names import answer
+from app.config.foreign_names import VALUE, answer, table
 from app.config.run import RunConfig
 from app.config.setting import settings
+from tests.docs import coming_from_page
 from tests.docs.markdown import ROOT
 
-NAMED = re.compile(r"`([^`]+)`")
+DECLARED = {each.key: each for each in settings(RunConfig)}
+GROUPS = {each.name for each in (ROOT / "conf").iterdir()}
+ROWS = [row for rows in table()["programs"].values() for row in rows]
+NAMES = [name for row in ROWS for name in row["names"].split()]
 
 
-def rows() -> list[tuple[str, str]]:
-    """The first two cells of every row on another program's settings."""
-    text = (ROOT / "docs/coming_from.md").read_text()
-    tables = text.partition("## TRL")[2].partition("## What is not here")[0]
-    cells = [line.split(" | ") for line in tables.splitlines() if line.startswith("| `")]
-    return [(each[0], each[1]) for each in cells]
+def test_the_page_is_current() -> None:
+    current = coming_from_page.PAGE.read_text(encoding="utf-8")
+    assert current == coming_from_page.render(), "run: python -m tests.docs.coming_from_page"
 
 
-@pytest.mark.parametrize(("theirs", "ours"), rows())
-def test_the_command_line_answers_a_row_with_one_of_its_settings(theirs: str, ours: str) -> None:
-    counterparts = set(NAMED.findall(ours))
-    names = {each.key for each in settings(RunConfig)}
-    for name in NAMED.findall(theirs):
-        if name in names:
-            assert name in counterparts
-            continue
-        written = {word.partition("=")[0] for word in (answer(name) or "").split()}
-        assert written & counterparts, (name, written)
+def test_a_name_stands_once_and_is_no_setting_of_ours() -> None:
+    known = [name.replace("-", "_") for name in NAMES]
+    assert sorted(known) == sorted(set(known))
+    assert not set(known) & DECLARED.keys()
 
 
-def test_every_setting_on_the_page_exists() -> None:
-    names = {each.key for each in settings(RunConfig)} | {"hydra.run.dir", "tracking", "algorithm", "placement"}
-    for _, ours in rows():
-        assert set(NAMED.findall(ours)) <= names
+def accepted(key: str, choice: str) -> bool:
+    """Whether `key=choice` names a setting, or a preset, and one of its values where these have names."""
+    if key == "hydra.run.dir" or choice.startswith("<"):
+        return key in DECLARED or key in GROUPS or key == "hydra.run.dir"
+    if key in GROUPS and (ROOT / f"conf/{key}/{choice}.yaml").exists():
+        return True
+    default = DECLARED[key].default
+    return not isinstance(default, Enum) or choice in type(default).__members__
+
+
+@pytest.mark.parametrize("row", ROWS, ids=[row["names"].split()[0] for row in ROWS])
+def test_a_row_has_an_answer_with_settings_and_values_that_exist(row: dict[str, Any]) -> None:
+    assert ("write" in row) != ("because" in row)
+    choices = [str(each) for each in row.get("values", {}).values()] or [VALUE]
+    for word in row.get("write", "").split():
+        key, equals, written = word.partition("=")
+        assert equals
+        assert all(accepted(key, written.replace(VALUE, choice)) for choice in choices)
+        named = [name for name in re.findall(r"[a-z_]+\.[a-z_]+", written) if "<" in written]
+        assert set(named) <= DECLARED.keys()
+    for name in row["names"].split():
+        assert answer(name.replace("*", "anything"), "7") is not None
+
+
+@pytest.mark.parametrize("name", [name for row in ROWS if "write" in row for name in row["names"].split()])
+def test_the_given_value_is_kept_wherever_it_means_something_here(name: str) -> None:
+    row = next(row for row in ROWS if name in row["names"].split())
+    found = answer(name, "7.25") or ""
+    has_value = "value" in row["write"] and "values" not in row
+    assert ("7.25" in found) == has_value
+    assert (VALUE in found) == ("values" in row)
+    for theirs, ours in row.get("values", {}).items():
+        assert f"={ours}" in (answer(name, theirs) or "")

@@ -1,13 +1,16 @@
 """Every command of README and docs composes to a configuration that could run; scripts and benchmarks exist."""
 
+import json
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from safetensors.numpy import save_file
 
 from app.config import compose as configuration
 from app.config.own_data import with_preset
@@ -23,6 +26,7 @@ OTHERS = [command for command in COMMANDS if command not in APP]
 PRESETS = "myconf"  # the folder of the reader's own presets
 MADE_UP = {  # what pages write → a folder below the test's own
     "<run>": "run",
+    "<adapter>": "adapter",
     "/models/": "models/",
 }
 FOLDERS = ("run/export", "models/Qwen3-4B", "models/Qwen3.5-9B")
@@ -36,6 +40,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("docs")
     for each in FOLDERS:
         (root / each).mkdir(parents=True)
+    (root / "adapter").mkdir()
+    settings = {"peft_type": "LORA", "bias": "none", "r": 16, "lora_alpha": 32}
+    (root / "adapter/adapter_config.json").write_text(json.dumps(settings))
+    weight = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    save_file({weight: np.zeros((16, 8), np.float32)}, root / "adapter/adapter_model.safetensors")
 
     for page in PAGES:
         for language, text in code_blocks(page):

@@ -286,6 +286,30 @@ def test_a_template_with_another_thinking_mode_or_none_is_followed(
         assert opening + ids(f"3{END}") + appended == whole
 
 
+CHANNELS = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{% set text = message.content %}"
+    "{% if message.role == 'assistant' %}{% set text = text.split('[/thought]')[-1] | trim %}{% endif %}"
+    "{{ text }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_reasoning_between_other_markers_that_the_template_strips_is_not_kept(tmp_path: Path) -> None:
+    folder = write_model(
+        tmp_path,
+        "qwen3",
+        CHANNELS,
+    )
+    for thinking, expected in (("template", False), ("keep", True)):
+        renderer = renderer_for("chat", str(folder), thinking, True)
+        opening = renderer.opening([QUESTION])
+        reply = ids(f"[thought] One and two. [/thought]3{END}")
+        assert (renderer.following(opening + reply, [NEXT]) is not None) == expected
+        plain = renderer.following(opening + ids(f"3{END}"), [NEXT])
+        assert plain is not None
+        whole = by_transformers(folder, [QUESTION, {"role": "assistant", "content": "3"}, NEXT])
+        assert opening + ids(f"3{END}") + plain == whole
+
+
 def test_what_a_client_rendered_is_read_as_messages(family: str, models: dict[str, Path]) -> None:
     renderer = renderer_for("chat", str(models[family]), "template", False)
     opening = renderer.opening([SYSTEM, QUESTION])

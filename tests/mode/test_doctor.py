@@ -36,8 +36,8 @@ def inputs(*overrides: str) -> list[Finding]:
 
 
 def test_own_code_is_loaded() -> None:
-    found = inputs("reward._target_=tests.reward.broken.works", "tracking=wandb")
-    assert of(found, "reward") == Finding("reward", "tests.reward.broken.works can be loaded")
+    found = inputs("reward._target_=tests.reward.broken.right", "tracking=wandb")
+    assert of(found, "reward") == Finding("reward", "right; tests.reward.broken.right can be loaded")
     assert {"tracker", "transport", "algorithm"} & {each.subject for each in found} == set()
 
 

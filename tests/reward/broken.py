@@ -49,6 +49,18 @@ def works(trajectories):
     return [1.0] * len(trajectories)
 
 
+def right(trajectories):
+    return [float(each.text == each.prompt.answer) for each in trajectories]
+
+
+def inverted(trajectories):
+    return [-value for value in right(trajectories)]
+
+
+def tagged(trajectories):
+    return [float(each.text == f"<answer>{each.prompt.answer}</answer>") for each in trajectories]
+
+
 def reads_messages(trajectories):
     assert all(each.prompt.messages[-1]["content"] == each.prompt.question for each in trajectories)
     return [float(len(each.prompt.messages)) for each in trajectories]
@@ -62,7 +74,7 @@ def sees(trajectories, seen):
     with open(seen, "a") as file:
         for each in trajectories:
             print(each.prompt.row["level"], each.text, each.completion.token_ids.tolist(), sep="|", file=file)
-    return works(trajectories)
+    return right(trajectories)
 
 
 def brief(trajectories, limit):
@@ -86,7 +98,7 @@ def slow(trajectories, calls):
     with open(calls, "a") as file:
         file.write(f"{len(trajectories)} ")
     time.sleep(0.8)
-    return works(trajectories)
+    return right(trajectories)
 
 
 def meets(trajectories, folder):

@@ -1,5 +1,7 @@
 """Custom rewards are tried on made-up completions before anything starts."""
 
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +73,31 @@ def test_a_good_reward_sees_real_rows_with_the_answer_and_an_empty_text(tmp_path
     assert seen.read_text().splitlines() == [
         line for level in range(3) for line in (f"{level}|{level}|[{48 + level}, {END}]", f"{level}||[{END}]")
     ]
+
+
+INVERTED = {"inverted": {"_target_": f"{OWN}.inverted"}}
+CONSTANT = {"works": {"_target_": f"{OWN}.works"}}
+
+
+@pytest.mark.parametrize(
+    ("components", "scores"),
+    [
+        (INVERTED, ("-1", "0")),
+        (CONSTANT, ("1", "1")),
+        ({**INVERTED, "exact": 0.5}, ("-0.5", "0")),  # built-in components count, and are not run
+        ({**INVERTED, "exact": 2.0}, None),
+        ({**CONSTANT, "exact": 1.0}, None),
+        ({"inverted": {"_target_": f"{OWN}.inverted", "weight": -1.0}}, None),
+        ({"tagged": {"_target_": f"{OWN}.tagged"}}, None),  # it reads the answer in a form of its own
+        ({**INVERTED, "code": 1.0}, None),  # nobody knows what the answer of a row scores
+    ],
+)
+def test_a_reward_that_does_not_prefer_the_answer_to_an_empty_text_is_a_warning(
+    components: dict[str, Any], scores: tuple[str, str] | None
+) -> None:
+    found = [re.findall(r"-?\d[\d.]*", warning) for warning in tried(PROMPTS, components=components)]
+    assert found == ([] if scores is None else [[*scores]])
+    assert tried([replace(prompt, answer="") for prompt in PROMPTS], components=components) == []
 
 
 def test_without_the_tryout_a_reward_is_only_loaded() -> None:

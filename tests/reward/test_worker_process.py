@@ -39,6 +39,7 @@ def test_a_frozen_worker_that_reads_nothing_is_given_up_at_the_deadline(tmp_path
 
         assert score(scorer, [trajectory("a")]) == [1.0]
         assert "works is replaced: no result for" in log.read_text()
+        assert log.stat().st_mode & 0o111 == 0  # nobody runs a log
         assert not os.path.exists(f"/proc/{frozen}")
 
 

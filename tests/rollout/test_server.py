@@ -96,6 +96,11 @@ def test_engines_of_neighboring_runs_have_different_seeds() -> None:
     seeds = {engine_seed(seed, index, restarts) for seed in range(4) for index in range(8) for restarts in range(4)}
     assert len(seeds) == 4 * 8 * 4
     assert all(0 <= seed < 2**31 for seed in seeds)
+    resumed = {engine_seed(0, index, 0, step) for index in range(8) for step in (5, 10)}
+    assert len(resumed - seeds) == 16
+    config = composed("seed=3")
+    device = device_of(config.device.kind)
+    assert engine_flags(config, device, index=1, resumed_at=5)["random-seed"] == engine_seed(3, 1, 0, 5)
 
 
 def test_a_port_that_is_in_use_is_refused_with_one_sentence(tmp_path: Path) -> None:

@@ -86,6 +86,81 @@ def test_low_entropy_is_no_alarm_while_most_answers_are_correct() -> None:
     assert run([{**HEALTHY, "entropy": 1.0 if step < 6 else 0.01, "reward/accuracy": 0.95} for step in range(20)]) == []
 
 
+FLAT = {"reward/zero_std_fraction": 1.0, "reward/all_correct_fraction": 0.375, "reward/all_wrong_fraction": 0.625}
+
+
+def texts(steps: Iterable[Mapping[str, float]]) -> dict[str, str]:
+    """Return the text of every alarm that these metrics raise, by its name."""
+    alarms = Alarms()
+    return {name: text for step, each in enumerate(steps, 1) for name, text in alarms.check(step, each).items()}
+
+
+def test_the_alarm_counts_the_groups_that_are_all_right_and_all_wrong() -> None:
+    text = texts([{**HEALTHY, **FLAT, "reward/accuracy": 0.375}] * 3)["no reward variance"]
+    assert re.findall(r"(\d+)% (?:of the groups are )?(all \w+|mixed)", text) == [
+        ("38", "all right"),
+        ("62", "all wrong"),
+        ("0", "mixed"),
+    ]
+
+
+def test_copies_of_one_completion_are_an_alarm_that_names_the_temperature_unless_they_are_right() -> None:
+    copies = {**HEALTHY, **FLAT, "completion/identical_fraction": 1.0}
+    assert "rollout.temperature" in texts([copies] * 3)["identical completions"]
+    right = {**HEALTHY, "completion/identical_fraction": 0.9, "reward/all_correct_fraction": 0.8}
+    assert "identical completions" not in texts([right] * 12)
+
+
+def test_equal_rewards_are_expected_once_a_run_has_learned_and_not_before() -> None:
+    solved = {**HEALTHY, "reward/zero_std_fraction": 1.0, "reward/accuracy": 1.0}
+    assert run([solved] * 12) == [(3, "no reward variance")]
+    assert run([*healthy(5), *[solved] * 12]) == []
+
+
+def test_most_groups_without_variance_for_long_are_an_alarm() -> None:
+    assert run([{**HEALTHY, "reward/zero_std_fraction": 0.8}] * 12) == [(10, "no reward variance")]
+
+
+def test_an_accuracy_of_0_with_rewards_that_differ_is_an_alarm() -> None:
+    """A reward of the wrong sign, or of another scale; where all are equal another alarm says so."""
+    zero = {**HEALTHY, "reward/accuracy": 0.0}
+    assert run([zero] * 12) == [(10, "accuracy of 0")]
+    assert run([*healthy(1), *[zero] * 9]) == []
+    flat = {**zero, "reward/zero_std_fraction": 1.0}
+    assert [name for _, name in run([flat] * 12)] == ["no reward variance"]
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "slope", "stderr", "raised"),
+    [
+        (0.1, 0.05, 0.02, [(20, "reward against accuracy")]),
+        (0.1, 0.0, 0.02, []),  # the reward does not rise
+        (0.28, 0.05, 0.02, []),  # within the noise
+        (0.1, 0.05, 0.1, []),  # of few rows
+        (0.6, 0.05, 0.02, []),
+    ],
+)
+def test_a_reward_that_rises_while_the_held_out_accuracy_falls_is_an_alarm(
+    accuracy: float, slope: float, stderr: float, raised: list[tuple[int, str]]
+) -> None:
+    """The evaluation of a step is checked after the step."""
+    alarms = Alarms()
+    found = list(alarms.check(0, {"eval/accuracy": 0.3, "eval/accuracy_stderr": stderr}))
+    assert found == []
+    for step in range(1, 21):
+        assert list(alarms.check(step, {**HEALTHY, "reward/mean": slope * step + 0.01 * (step % 2)})) == []
+    evaluation = alarms.check(20, {"eval/accuracy": accuracy, "eval/accuracy_stderr": stderr})
+    assert [(20, name) for name in evaluation] == raised
+
+
+def test_weights_that_no_update_moves_are_an_alarm_and_those_at_the_end_of_a_decay_are_not() -> None:
+    still = {**HEALTHY, "updates/relative_change": 1e-8, "grad_norm": 0.5}
+    assert run([still] * 9) == [(5, "unmoved weights")]
+    decayed = [{**still, "updates/relative_change": 5e-5 * 0.8**step} for step in range(80)]
+    assert run(decayed) == []
+    assert run([{**still, "updates/relative_change": 0.0, "grad_norm": 0.0}] * 9) == []  # equal rewards are the reason
+
+
 def test_all_settings_named_in_advice_exist() -> None:
     advice = " ".join([*(rule.advice for rule in RULES.values()), *(remedy for _, remedy in PHASES.values())])
     files = {"timeline.json", "ui.perfetto.dev", "reward.log", "environment.log"}

@@ -13,7 +13,7 @@ from app.config import RunConfig
 from app.mode.report import end_sweep
 from app.tracking import clearml, dashboard, number_format, prometheus
 from app.tracking.report import comparison
-from app.tracking.report.comparison import compare, short_names, spread
+from app.tracking.report.comparison import OTHER_ROWS, compare, run_table, screen, short_names, spread
 from app.tracking.report.data import RunData
 
 
@@ -80,6 +80,45 @@ def test_equal_runs_and_runs_without_a_configuration_have_their_folders_names() 
     assert (made.keys, made.names) == ([], ["one", "two", "old"])
     made = compare([a_run("one", {"seed": 1}), a_run("two", {"seed": 1}), a_run("three", {"seed": 2})])
     assert made.names == ["seed=1 (one)", "seed=1 (two)", "seed=2"]
+
+
+def test_runs_that_differ_in_many_settings_are_named_by_their_folders_and_have_no_column_for_each() -> None:
+    keys = [f"trainer.k{index}" for index in range(7)]
+    made = [
+        a_run(f"x/{name}", dict.fromkeys(keys, value), *(f"{key}={value}" for key in keys), status="finished")
+        for value, name in enumerate(("one", "two"))
+    ]
+    comparison = compare(made)
+    assert comparison.names == ["one", "two"]
+    assert [row[:2] for row in run_table(comparison).text] == [
+        ["run", "status"],
+        ["one", "finished"],
+        ["two", "finished"],
+    ]
+    assert run_table(comparison).numbers[0][1:8] == keys
+    two = [a_run(run.folder.name, dict(list(run.config.items())[:2]), "trainer.k0=1") for run in made]
+    assert compare(two).names == ["k0=0", "k0=1"]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "differ"),
+    [
+        ({"data.name": "rows", "data.path": "a"}, {"data.name": "rows", "data.path": "a"}, False),
+        ({"data.name": "rows", "data.path": "a"}, {"data.name": "rows", "data.path": "b"}, True),
+        ({"data.path": "a", "data.eval_path": "e"}, {"data.path": "b", "data.eval_path": "e"}, False),
+        ({"data.eval_sets.t.path": "e"}, {"data.eval_sets.t.path": "f"}, True),
+        ({"data.prefix": "a"}, {"data.prefix": "b"}, False),
+        ({"data.name": "arithmetic", "data.arithmetic.eval_problems": 9}, {"data.name": "arithmetic"}, True),
+    ],
+)
+def test_runs_that_were_evaluated_on_other_rows_are_said_to_be(
+    one: dict[str, Any], other: dict[str, Any], differ: bool
+) -> None:
+    best = {"eval/accuracy_best": 0.5, "eval/prompts": 9}
+    comparison = compare([a_run("a", one, **best), a_run("b", other, **best)])
+    assert comparison.notes == ([OTHER_ROWS] if differ else [])
+    assert (OTHER_ROWS in screen(comparison)) == differ
+    assert compare([a_run("a", {}, **best), a_run("b", {}, **{**best, "eval/prompts": 16})]).notes == [OTHER_ROWS]
 
 
 def test_keys_with_the_same_last_word_are_written_out() -> None:

@@ -102,7 +102,7 @@ def test_the_report_answers_the_three_questions_in_one_file_without_addresses(tm
     assert "Did it learn? Yes Held-out accuracy went from 30.0% to 90.0%." in page.words
     assert "Where does the time go? Generation (60%) The mean step takes 1.00 s" in page.words
     assert "generate 60%, train 30%, sync 6%, other 4%." in page.words
-    assert "Is it healthy? Yes 1 check passed; 0 warnings." in page.words
+    assert "Is it healthy? Yes 3 checks passed; 0 warnings." in page.words
     assert "custom · grpo · colocate · cpu finished" in page.words
     assert "trainer.lr 0.001 1e-06 command line" in page.words
     assert all(address.startswith(("#", "data:,")) for address in page.addresses)
@@ -256,6 +256,41 @@ def test_problems_are_named(tmp_path: Path) -> None:
     words = Page(folder / "report.html").words
     assert "step 11 The log-probabilities of engine and trainer differ: mismatch/kl is 0.5" in words
     assert "step 13 In 100% of the groups all completions have the same reward" in words
+
+
+@pytest.mark.parametrize(
+    ("flat", "accuracy", "unusual"),
+    [
+        ([1.0] * 12, [1.0] * 12, ["no reward variance"]),  # a constant reward of 1
+        ([0.2] * 6 + [1.0] * 6, [0.3] * 6 + [1.0] * 6, []),  # it has learned
+        ([1.0] * 6 + [0.2] * 6, [0.3] * 12, []),  # over by the end
+    ],
+)
+def test_screen_alarms_and_report_agree_on_health(
+    flat: list[float],
+    accuracy: list[float],
+    unusual: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with RunFolderRecorder(RunConfig(steps=12), tmp_path) as recorder:
+        for step, (fraction, right) in enumerate(zip(flat, accuracy, strict=True), start=1):
+            recorder.log(step, {"reward/zero_std_fraction": fraction, "reward/accuracy": right, "reward/mean": right})
+    run = report_data.read_run(tmp_path)
+    checks = {check.question: check for check in rule_checks(run)}
+    raised = (tmp_path / "logs/warnings.jsonl").exists()
+    assert [name for name, check in checks.items() if check.tone is Tone.warning] == unusual
+    assert raised == (bool(unusual) or checks["no reward variance"].over)
+    assert rules_check(run).tone is (Tone.warning if unusual else Tone.good)
+    assert ("\n  health " in capsys.readouterr().out) == bool(unusual)
+
+
+def test_what_may_be_meant_is_shown_and_is_not_unhealthy(tmp_path: Path) -> None:
+    with RunFolderRecorder(RunConfig(), tmp_path) as recorder:
+        recorder.log(1, {"grad_norm/max": 250.0})
+    run = report_data.read_run(tmp_path)
+    assert [check.tone for check in rule_checks(run)] == [Tone.plain]
+    assert rules_check(run).tone is Tone.good
 
 
 def test_every_metric_has_a_chart_in_its_section(tmp_path: Path) -> None:

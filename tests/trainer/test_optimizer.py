@@ -8,7 +8,7 @@ import torch
 from app.config.trainer import Optimizer, Schedule, TrainerConfig
 from app.errors import RunError
 from app.model.hf_import import transformers
-from app.trainer.optimizer import PolicyOptimizer, UpdateResult, learning_rate
+from app.trainer.optimizer import PolicyOptimizer, UpdateResult, learning_rate, update_metrics
 
 
 def matrix_and_norm() -> list[torch.nn.Parameter]:
@@ -87,6 +87,16 @@ def test_a_resumed_decay_goes_on_and_stretches_to_more_steps() -> None:
         resumed = PolicyOptimizer(matrix_and_norm(), config, run_updates=run_updates)
         resumed.restore({}, updates=first.updates, skipped_in_a_row=0)
         assert update(resumed, 0.0).lr == pytest.approx(expected)
+
+
+def test_the_change_of_an_update_is_relative_to_the_weights() -> None:
+    """Of SGD on weights of 2 half of lr · gradient; a rate that float32 cannot add changes nothing."""
+    sgd = TrainerConfig(optimizer=Optimizer.sgd, lr=0.01, weight_decay=0.0)
+    moved = update(PolicyOptimizer(matrix_and_norm(), sgd), 0.25)
+    assert moved.change == pytest.approx(0.01 * 0.25 / 2, rel=1e-4)
+    assert update_metrics([moved])["updates/relative_change"] == moved.change
+    still = update(PolicyOptimizer(matrix_and_norm(), TrainerConfig(lr=1e-12, weight_decay=0.0)), 0.25)
+    assert (still.applied, still.change) == (True, 0.0)
 
 
 def test_a_skipped_update_does_not_move_the_warm_up() -> None:

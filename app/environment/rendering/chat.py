@@ -105,7 +105,7 @@ class ChatRenderer:
 
         text = self.tokenizer.decode(token_ids)
         reasoned = any(marker in EMPTY_BLOCK.sub("", text) for marker in (OPEN, CLOSE))
-        if strips and reasoned and not self._keep_thinking:
+        if not self._keep_thinking and ((strips and reasoned) or self._rewrites(text, by_user, tools)):
             return None
 
         close, appended = self.after_reply(messages, tools)
@@ -113,6 +113,19 @@ class ChatRenderer:
             return appended
         unfinished = self.tokenizer.encode(CLOSE) if text.rfind(OPEN) > text.rfind(CLOSE) else []
         return [*unfinished, close, *appended]
+
+    def _rewrites(self, text: str, by_user: bool, tools: Tools | None) -> bool:
+        """Whether the template writes the last reply of a text in another way once messages follow.
+
+        It may leave out reasoning between other markers than <think>, as Gemma 4's does.
+        """
+        bare = self._template.render([QUESTION], tools, prompt=False)
+        generation = EMPTY_BLOCK.sub("", self._template.render([QUESTION], tools).removeprefix(bare))
+        reply = EMPTY_BLOCK.sub("", text).rpartition(generation)[2] if generation else ""
+        for token in self.tokenizer.stop_ids:
+            reply = reply.removesuffix(self.tokenizer.decode([token]))
+        sampled: Message = {"role": "assistant", "content": reply}
+        return reply.strip() not in self._template.render([QUESTION, sampled, QUESTION if by_user else RESULT], tools)
 
     def parse(self, token_ids: Sequence[int], prompt_ids: Sequence[int] = (), tools: Tools | None = None) -> Reply:
         """Return text, reasoning and tool calls of a reply; problems of a call stand in its status."""

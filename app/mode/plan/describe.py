@@ -93,6 +93,7 @@ def _batch(config: RunConfig, given: Collection[str]) -> list[str]:
         f"  a trajectory: up to {rollout.max_prompt_tokens} + {rollout.max_completion_tokens} "
         f"= {rollout.max_tokens} tokens; "
         f"a step: up to {trajectories * rollout.max_completion_tokens:,} completion tokens",
+        f"  reward: {config.reward.formula}",
         f"  {trajectories / config.placement.trainer_ranks:g} trajectories per trainer rank, in microbatches of up to "
         f"{config.trainer.tokens_per_microbatch:,} tokens",
         *(f"  {sentence}" for sentence in (*idle_clip(config), *idle_settings(config, given))),

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 
 from app.config import RunConfig
+from app.config.model import LORA_RATE
 from app.config.placement import PlacementKind
 from app.config.trainer import Checkpointing
 from app.device import Device
@@ -21,7 +22,6 @@ SHORTEST = 1024  # completion tokens; below, a shorter limit is no remedy
 SMALLEST_GAIN = 0.01  # of the peak
 FACTORS = (2, 4, 8)  # more devices
 LORA_RANK = 32
-LORA_RATE = 10  # × the learning rate of full fine-tuning
 
 
 @dataclass(frozen=True, slots=True)

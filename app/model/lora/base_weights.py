@@ -15,7 +15,7 @@ from app.errors import ConfigError, expect
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SAMPLE_BYTES = 4096  # of each tensor, from its beginning
 LENGTH_BYTES = 8  # of the header's length, at the beginning of a safetensors file
-LAYERS, WEIGHT = ".layers.", ".weight"
+LAYERS, WEIGHT, NESTED, PEFT_PREFIX = ".layers.", ".weight", "language_model.", "base_model.model."
 # Decays of linear attention: engines compute them in one kernel that takes no adapters.
 DECAYS = ("in_proj_a", "in_proj_b", "in_proj_ba")
 # Projections that engines compute as one: they take adapters of all of them, or of none.
@@ -73,7 +73,18 @@ def fingerprint(path: Path) -> str:
 
 
 def require_targets(path: Path, lora: LoraConfig) -> None:
-    """Raise `ConfigError` if a target of the adapters is no linear layer of the model in this directory."""
+    """Raise `ConfigError` if a target of the adapters, or a layer of `lora.path`, is none of this model.
+
+    Adapters that lack layers are refused when they are loaded.
+    """
+    if lora.path is not None:
+        shapes = {each.name.replace(NESTED, ""): each.shape for each in _stored(path)}
+        for tensor in _stored(Path(lora.path).expanduser()):
+            layer, _, matrix = tensor.name.replace(NESTED, "").removeprefix(PEFT_PREFIX).rpartition(".lora_")
+            side = int(matrix.startswith("A"))  # A [r, in], B [out, r]
+            fits = tensor.shape[side : side + 1] == shapes.get(layer + WEIGHT, ())[side : side + 1] != ()
+            accepted = f"an adapter of model.path; its {tensor.name} {[*tensor.shape]} is of another model"
+            expect(fits, "model.lora.path", lora.path, accepted)
     if lora.targets != [ALL_LINEAR]:
         layers = [each.name for each in _stored(path) if LAYERS in each.name and len(each.shape) == 2]
         check_targets(lora.targets, {name.removesuffix(WEIGHT).rpartition(".")[2] for name in layers} - {*DECAYS})

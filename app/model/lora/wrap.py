@@ -1,8 +1,9 @@
 """Adds adapters to a model on the meta device, and initializes them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from hashlib import sha256
 from math import sqrt
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from app.config.model import ALL_LINEAR, LoraConfig
+from app.model.hf_checkpoint import match, open_checkpoint
 from app.model.lora.base_weights import DECAYS, check_targets
 from app.model.lora.layer import LoraLinear, local_shard
 from app.model.parallelize import own_rows
@@ -58,6 +60,22 @@ def initialize(causal_lm: nn.Module, seed: int) -> None:
         values = torch.empty(module.lora_A.shape).uniform_(-bound, bound, generator=seeded(f"{seed}/{name}"))
         _copy(module.lora_A, values)
         local_shard(module.lora_B).zero_()
+
+
+@torch.no_grad()
+def start_from(adapters: Mapping[str, nn.Parameter], path: Path) -> None:
+    """Set A and B to those of a PEFT adapter.
+
+    Args:
+        adapters: Parameters by PEFT's names.
+        path: Directory of the adapter, with a tensor for each of them and no other.
+    """
+    key = "model.lora.path"
+    expected = {name: tuple(parameter.shape) for name, parameter in adapters.items()}
+    with open_checkpoint(path, key) as stored:
+        names = match(expected, stored, key=key, accepted="an adapter of the decoder's linear layers of model.path")
+        for name, parameter in adapters.items():
+            _copy(parameter, stored.read(names[name]))
 
 
 @torch.no_grad()

@@ -12,7 +12,6 @@ from app.tracking.number_format import count, duration, plural, seconds
 from app.tracking.report.data import RunData
 from app.tracking.rules import RULES, History, Reading, Rule, check_rules
 
-SOLVED = 0.8  # training accuracy above which most groups are all correct
 NOISE = 0.02  # smaller changes of accuracy do not count as learning
 PHASES = {  # phase → its label, how to shorten it
     "generate": (
@@ -42,6 +41,7 @@ class Check:
     answer: str  # a few words, or the rule's value
     explanation: str
     tone: Tone
+    over: bool = False  # an alarm was raised for it, and its problem is gone
 
 
 def health_checks(run: RunData) -> list[Check]:
@@ -134,10 +134,11 @@ def rules_check(run: RunData) -> Check:
         return Check(question, "Nothing to check", explanation, Tone.plain)
 
     problems = [check.question for check in checks if check.tone is Tone.warning]
-    warnings = plural(len(run.warnings), "warning")
+    over = [check.question for check in checks if check.over]
+    ended = f"{plural(len(run.warnings), 'warning')}{', over by the end: ' * bool(over)}{', '.join(over)}"
     if problems:
-        return Check(question, "Look closer", f"Unusual: {', '.join(problems)}; {warnings}.", Tone.warning)
-    return Check(question, "Yes", f"{plural(len(checks), 'check')} passed; {warnings}.", Tone.good)
+        return Check(question, "Look closer", f"Unusual: {', '.join(problems)}; {ended}.", Tone.warning)
+    return Check(question, "Yes", f"{plural(len(checks), 'check')} passed; {ended}.", Tone.good)
 
 
 def rule_checks(run: RunData) -> list[Check]:
@@ -147,25 +148,26 @@ def rule_checks(run: RunData) -> list[Check]:
     for row in run.rows:
         history.add(row)
         steps.append(check_rules(history))
-    solved = fmean(run.values("reward/accuracy")[-5:] or [0.0]) > SOLVED
 
     checks = []
     for name, rule in RULES.items():
         readings = [step[name] for step in steps if name in step]
         if readings:
-            expected = solved and name == "no reward variance"  # the answers of a group are all correct
-            checks.append(_rule_check(name, rule, readings[-1:] if rule.at_end else readings, expected))
+            checks.append(_rule_check(name, rule, readings))
     return checks
 
 
-def _rule_check(name: str, rule: Rule, readings: list[Reading], expected: bool) -> Check:
-    """Summarize the readings that judge a rule; a problem that is `expected` is none."""
+def _rule_check(name: str, rule: Rule, all_readings: list[Reading]) -> Check:
+    """Summarize the readings that judge a rule."""
+    readings = all_readings[-1:] if rule.at_end else all_readings
     value = max((reading.value for reading in readings if math.isfinite(reading.value)), default=math.nan)
     shown = count(value) if value >= 1000 else f"{value:.3g}"
     if rule.metric.endswith("_fraction"):
         shown = f"{value:.1%}"
 
     problems = [reading.problem for reading in readings if reading.problem is not None]
-    if problems and not expected:
-        return Check(name, shown, f"{problems[-1]} {rule.advice}", Tone.warning)
-    return Check(name, shown, f"{rule.metric}, {'last step' if rule.at_end else 'largest'}", Tone.good)
+    if problems:
+        tone = Tone.plain if rule.report_only else Tone.warning
+        return Check(name, shown, f"{problems[-1]} {rule.advice}", tone)
+    over = not rule.report_only and any(reading.problem is not None for reading in all_readings)
+    return Check(name, shown, f"{rule.metric}, {'last step' if rule.at_end else 'largest'}", Tone.good, over)

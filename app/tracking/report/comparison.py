@@ -28,6 +28,14 @@ CHOICES = {
 }
 # Where a run's records go, and where its servers listen, changes no result.
 NOT_COMPARED = re.compile(r"tracking\..*|rollout\.(port|urls)|cluster\.address")
+MAX_NAMED = 2  # settings beside the seed, by which runs are named; beyond it by their folders
+MAX_COLUMNS = 6  # settings in the tables for people; beyond it they are in the CSV file and below the charts alone
+# Settings that choose the evaluation's rows: those of sets of their own, or else those of the training rows.
+EVALUATION = re.compile(r"data\.(eval_path|eval_sets\..*)")
+ROWS = re.compile(
+    r"data\.(name|path|subset|split|_target_|eval_fraction|generator|(args|train_sets|arithmetic|products|chain)\..*)"
+)
+OTHER_ROWS = "The runs were evaluated on different rows: their accuracies and their order say little."
 SEED_TITLE = "mean ± standard deviation over the seeds of finished runs"
 # Of `summary.json`, with a title and a format.
 RESULTS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
@@ -57,6 +65,12 @@ class Comparison:
     def labels(self) -> list[str]:
         """A short name of each key."""
         return [label(key, self.keys) for key in self.keys]
+
+    @property
+    def notes(self) -> list[str]:
+        """What to know before the results are compared."""
+        evaluated = [run for run in self.runs if BEST in run.summary]
+        return [OTHER_ROWS] if len({_evaluation(run) for run in evaluated}) > 1 else []
 
     def seed_groups(self) -> dict[tuple[str, ...], list[RunData]]:
         """Return the finished runs by their values of `settings`, the best mean first; empty without a second seed."""
@@ -137,10 +151,19 @@ def _key(override: str) -> str:
     return CHOICES.get(key, key)
 
 
+def _evaluation(run: RunData) -> str:
+    """Return what tells the evaluation's rows of two runs apart, as text."""
+    chosen = {key: value for key, value in run.config.items() if EVALUATION.fullmatch(key) and value is not None}
+    if not any(key.endswith("path") for key in chosen):
+        chosen |= {key: value for key, value in run.config.items() if ROWS.fullmatch(key)}
+    return yaml_text([run.summary.get("eval/prompts"), chosen])
+
+
 def _names(runs: Sequence[RunData], keys: Sequence[str]) -> list[str]:
     """Name the runs by their values; by their folders too where the values are equal or unknown."""
     folders = folder_names(runs)
-    named = [_by_values(run, keys) if run.config and keys else "" for run in runs]
+    few = 0 < len(keys) <= MAX_NAMED + (SEED in keys)
+    named = [_by_values(run, keys) if run.config and few else "" for run in runs]
     return [
         name if name and named.count(name) == 1 else f"{name} ({folder})" if name else folder
         for name, folder in zip(named, folders, strict=True)
@@ -181,13 +204,14 @@ class Table:
 
 def run_table(comparison: Comparison) -> Table:
     """Return a row for each run."""
-    text = [["run", *comparison.labels, "status", "steps", *TITLES]]
+    shown = len(comparison.keys) <= MAX_COLUMNS
+    text = [["run", *(comparison.labels if shown else ()), "status", "steps", *TITLES]]
     numbers: list[list[object]] = [["folder", *comparison.keys, "status", "steps", *NAMES]]
     for run, name in zip(comparison.runs, short_names(comparison.runs), strict=True):
         values = values_of(run, comparison.keys) if run.config else [""] * len(comparison.keys)
         status, steps = str(run.summary.get("status", "not started")), run.summary.get("steps", "")
         results = [measured(run.summary.get(key), form) for key, _, form in RESULTS]
-        text.append([name, *values, status, str(steps), *results])
+        text.append([name, *(values if shown else ()), status, str(steps), *results])
         numbers.append([run.folder, *values, status, steps, *(run.summary.get(key, "") for key in NAMES)])
     return Table(text, numbers)
 
@@ -222,7 +246,7 @@ def screen(comparison: Comparison) -> list[str]:
 
     named = zip(short_names(comparison.runs), comparison.runs, strict=True)
     failed = [f"{name}: {run.summary['error']}" for name, run in named if "error" in run.summary]
-    return [*lines, *(line.splitlines()[0] for line in failed)]
+    return [*lines, *comparison.notes, *(line.splitlines()[0] for line in failed)]
 
 
 def short_names(runs: Sequence[RunData]) -> list[str]:

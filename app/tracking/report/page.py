@@ -17,7 +17,7 @@ from string import Template
 from app.errors import yaml_text
 from app.tracking.number_format import MISSING, count, duration, evaluation_rows, plural, seconds, set_metrics
 from app.tracking.report.charts import charts
-from app.tracking.report.checks import Tone, health_checks, rule_checks
+from app.tracking.report.checks import Tone, health_checks, rule_checks, rules_check
 from app.tracking.report.comparison import SEED_TITLE, Comparison, compare, run_table, seed_table
 from app.tracking.report.data import RunData, read_run
 from app.tracking.run_folder.summary import Status
@@ -31,6 +31,12 @@ DETAILS = ("step time", "tok/s", "learned", "healthy")  # of a run, beside the c
 def write_report(folder: Path, out: Path) -> Path:
     """Write the report of one run, and return `out`."""
     return write_page(compare([read_run(folder)]), out)
+
+
+def unhealthy(folder: Path) -> dict[str, str]:
+    """Return what the report says of a run's health, for the last lines on the screen; nothing if there is nothing."""
+    check = rules_check(read_run(folder))
+    return {"health": f"{check.answer}. {check.explanation}"} if check.tone is Tone.warning else {}
 
 
 def write_page(comparison: Comparison, out: Path) -> Path:
@@ -133,6 +139,7 @@ def _comparison(comparison: Comparison) -> str:
     if seeds := seed_table(comparison):
         title = f"<h2 class='table-title'>{SEED_TITLE.capitalize()}</h2>"
         shown += f"{title}<div class='scroll compare'>{_table(_escaped(seeds.text))}</div>"
+    shown += "".join(f"<p class='none'>{note}</p>" for note in comparison.notes)
     return f"<section>{shown}</section>"
 
 
