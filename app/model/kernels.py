@@ -79,7 +79,7 @@ def compile_elementwise(decoder: nn.Module) -> None:
             module.forward = _compiled(module.forward)
 
 
-def fuse_elementwise(decoder: nn.Module, fused: Elementwise) -> None:
+def fuse_elementwise(decoder: Any, fused: Elementwise) -> None:
     """Let fused operators compute the norms, MLPs and rotary embeddings of a decoder. Parameters stay where they are.
 
     Modules of other families than `FUSED_FAMILIES`, and MLPs of another activation than SiLU, keep their own forward.

@@ -183,9 +183,9 @@ def count_all(launches: Launches) -> dict[str, Any]:
 
 def main() -> None:
     launches = fla_launches()
-    found = {"tokens": TOKENS, "models": count_all(launches), "fla": launches}
+    found: dict[str, Any] = {"tokens": TOKENS, "models": count_all(launches), "fla": launches}
     OUT.write_text(json.dumps(found, indent=1) + "\n")
-    for model, counts in found["models"].items():  # type: ignore[attr-defined]
+    for model, counts in found["models"].items():
         for way, sums in counts["microbatch"].items():
             sys.stdout.write(f"{model}, {way}: {sums['kernels']:,} kernels, {sums['bytes'] / 1e12:.2f} TB\n")
 

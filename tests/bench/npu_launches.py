@@ -37,9 +37,8 @@ def pretend_npu() -> None:
 
     target = SimpleNamespace(backend="npu", arch="Ascend910B2", warp_size=0)
     utils = SimpleNamespace(get_device_properties=lambda _: CORES)
-    driver.set_active(
-        SimpleNamespace(get_current_target=lambda: target, utils=utils, get_current_device=lambda: 0)  # type: ignore[arg-type]
-    )
+    double: Any = SimpleNamespace(get_current_target=lambda: target, utils=utils, get_current_device=lambda: 0)
+    driver.set_active(double)
     module = ModuleType("torch.npu")
     answers = {"current_device": 0, "is_available": False, "device_count": 1}
     for name, value in answers.items():

@@ -146,7 +146,8 @@ def test_a_fused_policy_equals_the_policy(save: Callable[..., Path], rank: int, 
 def test_the_projections_of_a_fused_mlp_run_their_adapters(tmp_path: Path) -> None:
     policy = load(SAVE["tied"](tmp_path), mesh=None, device="cpu", kernels=FUSED, lora=LoraConfig(rank=4))
     calls: list[str] = []
-    for name, module in policy.layers[0].mlp.named_modules():
+    mlp: Any = policy.layers[0].mlp
+    for name, module in mlp.named_modules():
         if isinstance(module, LoraLinear):
             module.register_forward_hook(lambda *_, name=name: calls.append(name))
     gradients(policy)

@@ -142,7 +142,11 @@ KERNELS = {
     "npu_rotary_mul": rotary_mul,
     "npu_rotary_mul_backward": rotary_mul_backward,
 }
-GRADIENTS = {"npu_rms_norm": _of_rms_norm, "npu_swiglu": _of_swiglu, "npu_rotary_mul": _of_rotary_mul}
+GRADIENTS: dict[str, Callable[..., Any]] = {
+    "npu_rms_norm": _of_rms_norm,
+    "npu_swiglu": _of_swiglu,
+    "npu_rotary_mul": _of_rotary_mul,
+}
 
 LIBRARY = torch.library.Library("npu", "FRAGMENT")
 for _name, _schema in SCHEMAS.items():
