@@ -11,7 +11,7 @@ from app.config.algorithm import AlgorithmConfig, Correction
 from app.config.data import Template
 from app.config.model import TINY_PRESETS
 from app.config.placement import PlacementKind
-from app.config.run import RunConfig
+from app.config.run import Mode, RunConfig
 from app.config.trainer import Optimizer, Schedule
 from app.config.weight_sync import SyncMode
 
@@ -67,6 +67,10 @@ def _rules(run: RunConfig) -> dict[str, tuple[bool, str]]:
         "eval.every": (run.eval.every > run.steps, "the run has fewer steps, and is evaluated after the last one"),
         "stop": (run.eval.every >= run.steps, "the run is evaluated after its last step only"),
         "data.thinking": (run.data.template is Template.plain, "data.template is plain"),
+        "data.last_reply_only": (
+            run.mode is not Mode.sft and run.data.demonstrations is None,
+            "nothing is imitated: mode is not sft, and data.demonstrations is null",
+        ),
         "environment": (not run.environment.multi_turn, "environment=single_turn has no episodes"),
         "model.lora.alpha model.lora.targets": (not run.model.lora.enabled, "model.lora.rank is 0"),
         "placement.devices": (not colocate, f"placement=fully_async has {pairs.replace(' ', ' and ')}"),

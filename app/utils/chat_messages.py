@@ -182,7 +182,11 @@ def _normalized(message: Any, number: int, required: Mapping[str, Sequence[str]]
         kind = message.get("role") if isinstance(message, Mapping) else type(message).__name__
         raise WrongMessages(f"messages with role and content; message {number} is of {kind}")
 
-    fields = {name: value for name, value in message.items() if value is not None}
+    fields = {
+        name: value if required is None or name == "tool_calls" else without_nulls(value)
+        for name, value in message.items()
+        if value is not None
+    }
     if not isinstance(fields.get("role"), str):
         fields = _of_sharegpt(fields, number)
     if fields["role"] not in ROLES:
@@ -260,6 +264,7 @@ def _calls(calls: Any, number: int, required: Mapping[str, Sequence[str]] | None
             arguments = {
                 name: without_nulls(value) for name, value in arguments.items() if value is not None or name in real
             }
+        function = {name: value for name, value in function.items() if value is not None}
         found.append({**call, "type": "function", "function": {**function, "arguments": arguments}})
     return found
 

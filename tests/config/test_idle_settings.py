@@ -43,6 +43,7 @@ def sentences(*overrides: str) -> list[str]:
         (["eval.min_p=0.1", "eval.top_k=20"], "eval.min_p and eval.top_k"),
         (["steps=3", "eval.every=4"], "eval.every"),
         (["data.thinking=true"], "data.thinking"),
+        (["data.last_reply_only=true"], "data.last_reply_only"),
         (["steps=20", "stop.patience=3"], "stop.patience"),
         (["environment.max_turns=3", "environment.args={}"], "environment.args and environment.max_turns"),
         (["model.lora.alpha=16"], "model.lora.alpha"),

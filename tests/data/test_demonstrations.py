@@ -282,7 +282,7 @@ def test_an_earlier_reply_that_loses_its_reasoning_is_read_and_not_imitated(
 def test_what_follows_the_last_reply_that_is_trained_on_does_not_change_it(
     tmp_path: Path, jsonl: Callable[..., str]
 ) -> None:
-    said = {"role": "assistant", "content": f"{THOUGHT}2"}
+    said: dict[str, Any] = {"role": "assistant", "content": f"{THOUGHT}2"}
     messages = [ASK, said, ASK, {**said, "train": False}]
     assert imitated_of(messages, "qwen3.jinja", tmp_path, jsonl, thinking=True) == [f"{THOUGHT}2<|im_end|>"]
 
