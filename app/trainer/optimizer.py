@@ -13,7 +13,7 @@ from app.config.trainer import Optimizer, Schedule, TrainerConfig
 from app.errors import RunError
 from app.model.lora.layer import local_shard
 
-SAMPLED_WEIGHTS = 256  # of each tensor and rank, to measure how far an update moves them
+SAMPLED_WEIGHTS = 256  # of each tensor's first row on this rank, to measure how far an update moves them
 SLOTS = {Optimizer.adamw: ("step", "exp_avg", "exp_avg_sq"), Optimizer.sgd: ()}
 
 
@@ -131,8 +131,8 @@ class PolicyOptimizer:
         return UpdateResult(True, float(norm), lr, float(change))
 
     def _sampled(self) -> torch.Tensor:
-        """Return a copy of the first weights of each tensor on this rank."""
-        return torch.cat([local_shard(each).detach().flatten()[:SAMPLED_WEIGHTS] for each in self.parameters])
+        """Return a copy of some weights, on the first rank the same for any number of ranks."""
+        return torch.cat([local_shard(each).detach()[:1].flatten()[:SAMPLED_WEIGHTS] for each in self.parameters])
 
     def lr(self) -> float:
         """Return the learning rate of the next update."""
