@@ -89,9 +89,9 @@ class WeightSyncConfig:
     )
     probe: Probe = setting(
         Probe.stop,
-        "After the first syncs and every 20th, each engine samples a few tokens, whose log-probabilities are compared "
-        "with the trainer's of the same version; stop ends the run where rounding does not explain the difference, "
-        "never does not compare.",
+        "After the first syncs and every 20th, each engine samples a few tokens, and the trainer computes how probable "
+        "they are under the same version; stop ends the run where rounding does not explain the difference, never does "
+        "not compare.",
     )
     rebuild_group: bool = setting(
         False,

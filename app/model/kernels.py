@@ -26,7 +26,7 @@ from app.model.attention import SILU, VarlenKernel
 
 NORM = "RMSNorm"
 MLP = "MLP"
-# Families whose modules fused operators replace: their definitions are the same in transformers 5.12 and 5.19.
+# Families whose modules fused operators replace: what they compute is the same in transformers 5.12 to 5.23.
 FUSED_FAMILIES = tuple(
     f"transformers.models.{family}.modeling_{family}" for family in ("llama", "qwen2", "qwen3", "qwen3_5")
 )

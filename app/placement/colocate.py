@@ -30,7 +30,7 @@ class Colocate(PlacementController):
     async def _step(self, step: int) -> None:
         self.seconds = {}
         async with self.phase("generate"):
-            self.start_probe()
+            self.context.probe.start(self.version, self.context.pool.alive)
             groups, counts = await self._generate()
         self.require_groups(len(groups), counts)
 

@@ -54,10 +54,7 @@ class PlacementController(ABC):
     async def run(self) -> float:
         """Train to the last step; returns the last evaluation's accuracy. Raises `RunError` without progress."""
         async with watchdog(self, self.context.pool, self.config, self.context.recorder.folder):
-            try:
-                await self._run()
-            finally:
-                self.context.probe.cancel()
+            await self._run()
         return self.accuracy
 
     @abstractmethod
@@ -94,10 +91,6 @@ class PlacementController(ABC):
 
     # --- within a step
 
-    def start_probe(self) -> None:
-        """Have the engines sample for `weight_sync.probe`, if it is due. `finish_step` compares."""
-        self.context.probe.start(self.version, self.context.pool.alive)
-
     def score(self, group: Group) -> ScoredGroup:
         """Compute the advantages of a group."""
         return score(group, self.config.algorithm, max_completion_tokens=self.config.rollout.max_completion_tokens)
@@ -120,8 +113,7 @@ class PlacementController(ABC):
     ) -> StepReport:
         """Add the step's demonstrations and finish it. Without groups make no update.
 
-        Raises:
-            RunError: An engine does not sample with the trainer's weights.
+        Raises `RunError` if an engine does not sample with the trainer's weights.
         """
         if not scored:
             await self.context.trainer.abort_step()

@@ -68,7 +68,7 @@ class FullyAsync(PlacementController):
         self._drained = None
         self._busy_before = self.context.pool.busy_seconds()
 
-        self.start_probe()
+        self.context.probe.start(self.version, self.context.pool.alive)
         async with self.phase("train"):
             scored, report = await self._train(step)
 

@@ -275,7 +275,7 @@ def test_the_reasoning_of_a_reply_is_imitated_whatever_its_field(
 def test_an_earlier_reply_that_loses_its_reasoning_is_read_and_not_imitated(
     tmp_path: Path, jsonl: Callable[..., str]
 ) -> None:
-    messages = [ASK, {"role": "assistant", "content": f"{THOUGHT}2"}] * 2
+    messages: list[dict[str, Any]] = [ASK, {"role": "assistant", "content": f"{THOUGHT}2"}] * 2
     assert imitated_of(messages, "qwen3.jinja", tmp_path, jsonl, thinking=True) == [f"{THOUGHT}2<|im_end|>"]
 
 

@@ -68,7 +68,7 @@ def test_all_packages_of_the_image_resolve_together(
     assert done.returncode == 0, done.stderr[-4000:]
 
     lines = [Requirement(line) for line in done.stdout.splitlines() if line]
-    versions = {canonicalize_name(each.name): next(iter(each.specifier)).version for each in lines}
+    versions = {str(canonicalize_name(each.name)): next(iter(each.specifier)).version for each in lines}
     for name, version in pins("npu.txt").items():
         assert versions[canonicalize_name(name)].partition("+")[0] == version, name
     assert versions["torch"].endswith("+cpu")
