@@ -145,7 +145,7 @@ def identical_completions(history: History, name: str) -> str | None:
 def accuracy_is_zero(history: History, name: str) -> str | None:
     """Problem: nothing counts as right although rewards differ."""
     values, flat = history.last(name, 10), history.last("reward/zero_std_fraction", 10)
-    if not values or max(values) > 0 or not flat or fmean(flat) > 0.5:
+    if not values or max(values) > 0 or not flat or fmean(flat) > 0.75:
         return None
     return "The accuracy has been 0 for 10 steps, although rewards differ within the groups."
 
