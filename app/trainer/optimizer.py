@@ -24,22 +24,24 @@ class UpdateResult:
     applied: bool  # False: there was no gradient or it was not finite, and nothing changed
     grad_norm: float  # before clipping
     lr: float  # learning rate of this update
-    change: float = nan  # mean |change| of sampled weights of this rank over their mean size
+    # Mean |change| of sampled weights of this rank over their mean size, [] on the device; None: not applied.
+    change: torch.Tensor | None = None
 
 
 def update_metrics(results: Sequence[UpdateResult]) -> dict[str, float]:
     """Return the metrics of a step's updates (at least one).
 
-    Gradient norms are the mean and the largest of the updates whose gradient was finite, NaN if there was none.
+    Gradient norms are the mean and the largest of the updates whose gradient was finite, NaN if there was none. The
+    host waits for the last update.
     """
     norms = [result.grad_norm for result in results if isfinite(result.grad_norm)]
-    changes = [result.change for result in results if result.applied]
+    changes = [result.change for result in results if result.change is not None]
     return {
         "grad_norm": fmean(norms) if norms else nan,
         "grad_norm/max": max(norms, default=nan),
         "lr": results[-1].lr,
         "updates/skipped": float(len(results) - len(norms)),
-        "updates/relative_change": fmean(changes) if changes else nan,
+        "updates/relative_change": float(torch.stack(changes).mean()) if changes else nan,
     }
 
 
@@ -128,7 +130,7 @@ class PolicyOptimizer:
         self.skipped_in_a_row = 0
         self.updates += 1
         change = (self._sampled() - before).abs().mean() / before.abs().mean()
-        return UpdateResult(True, float(norm), lr, float(change))
+        return UpdateResult(True, float(norm), lr, change)
 
     def _sampled(self) -> torch.Tensor:
         """Return a copy of some weights, on the first rank the same for any number of ranks."""

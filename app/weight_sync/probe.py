@@ -12,7 +12,7 @@ Invariants:
       sampled, not only scored, since prefill and decoding have kernels of their own.
     - The first syncs are probed, and every 20th: 8 tokens decode beside all other requests, and the trainer computes
       one more pass of a hundred tokens.
-    - In all probes together the trainer waits for engines in at most 1 % of the run. A later version has to show what
+    - In all probes together the trainer waits for engines in at most half a percent of the run. A later version has to show what
       was not sampled by then. Only after a step whose on-policy tokens differed (`mismatch/kl_same_version`) does it
       wait for the engines' answer.
 """
@@ -36,7 +36,7 @@ COMPLETIONS = 4
 MAX_TOKENS = 8
 FIRST = 3  # probes that follow each other
 INTERVAL = 20  # policy versions between later ones
-WAIT_SHARE = 0.01  # of a run
+WAIT_SHARE = 0.005  # of a run
 
 
 @dataclass(frozen=True, slots=True)

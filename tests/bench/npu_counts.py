@@ -115,6 +115,7 @@ class Layers:
     def _passes(self, decoder: Any, layer: Any) -> dict[str, Any]:
         with mock.patch("app.model.packing.to_device", torch.Tensor.to):
             packing = Packing.of([0, TOKENS], "meta")
+            assert len(packing.chunk_indices)  # made here: the first layer would wait for a device to pin memory
         positions = torch.zeros(1, TOKENS, dtype=torch.int64, device="meta")
         hidden = torch.empty(
             1, TOKENS, decoder.config.hidden_size, dtype=torch.bfloat16, device="meta", requires_grad=True

@@ -96,7 +96,7 @@ def test_only_the_offending_trajectory_of_a_call_fails_and_the_retries_are_count
 def test_a_call_for_several_trajectories_has_the_sum_of_their_deadlines(tmp_path: Path) -> None:
     calls = tmp_path / "calls"
     with running_scorer(_target_=f"{OWN}.slow", args={"calls": str(calls)}, timeout_s=0.5) as scorer:
-        assert score(scorer, [trajectory("a")] * 64) == [1.0] * 64
+        assert score(scorer, [trajectory("42")] * 64) == [1.0] * 64
         assert failed(scorer) == {}
         assert scorer.metrics["reward/retried"] == 0
     assert calls.read_text() == "64 "

@@ -84,7 +84,7 @@ def test_running_out_of_device_memory_costs_the_step_alone(name: str, results: R
 
 @pytest.mark.parametrize("name", ONE_RANK)
 def test_the_host_waits_for_the_device_at_updates_only(name: str, results: Results) -> None:
-    """Not in a layer, nor in a microbatch: metric sums and the gradient norm are read at the update."""
+    """Not in a layer, nor in a microbatch: metric sums, gradient norm and change of weights are read at the update."""
     waits = results[name]["host waits"]
     assert {line.split(":")[0] for line in waits} == {"app/trainer/reductions.py", "app/trainer/optimizer.py"}
-    assert sum(waits.values()) == 2
+    assert sum(waits.values()) == 3

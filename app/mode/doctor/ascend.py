@@ -48,7 +48,8 @@ def checks(config: RunConfig, device: Device) -> Iterator[Finding]:
     yield outcome("device files", count == expected, message, hint, otherwise=CheckStatus.warn)
     if installed("triton_ascend") is not None:
         # Mainline Triton, which xgrammar requires, replaces its files.
-        done = subprocess.run([sys.executable, "-c", TRITON], capture_output=True, text=True, timeout=TRITON_TIMEOUT_S)
+        command = [sys.executable, "-c", TRITON]
+        done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=TRITON_TIMEOUT_S)
         hint = "pip uninstall triton, then install triton_ascend again with --force-reinstall --no-deps"
         why = done.stderr.strip().rpartition("\n")[2] if done.returncode else "imports"
         yield outcome("triton", done.returncode == 0, why, hint)
