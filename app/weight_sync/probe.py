@@ -12,9 +12,9 @@ Invariants:
       sampled, not only scored, since prefill and decoding have kernels of their own.
     - The first syncs are probed, and every 20th: 8 tokens decode beside all other requests, and the trainer computes
       one more pass of a hundred tokens.
-    - In all probes together the trainer waits for engines in at most half a percent of the run. A later version has to show what
-      was not sampled by then. Only after a step whose on-policy tokens differed (`mismatch/kl_same_version`) does it
-      wait for the engines' answer.
+    - In all probes together the trainer waits for engines in at most half a percent of the run. A later version has to
+      show what was not sampled by then. Only after a step whose on-policy tokens differed (`mismatch/kl_same_version`)
+      does it wait for the engines' answer.
 """
 
 import asyncio
