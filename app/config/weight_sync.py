@@ -26,7 +26,7 @@ class Verify(Enum):
 
 
 class Probe(Enum):
-    """What becomes of a run whose engines do not sample with the trainer's weights."""
+    """The reaction to an engine that does not sample with the trainer's weights."""
 
     stop = "stop"
     warn = "warn"

@@ -1,4 +1,4 @@
-"""What the processes of a run inherit: UTF-8, own servers outside of proxies, no rendezvous of a launcher.
+"""The environment of a run's processes: UTF-8, own servers outside of proxies, no rendezvous of a launcher.
 
 The driver has this environment while a run lasts (`app/cluster/process_reaper.py`), and all that it starts inherits it.
 In a cluster that a run joined, engines and ranks descend from `ray start`, and make the changes again.

@@ -41,7 +41,7 @@ WAIT_SHARE = 0.005  # of a run
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """What rounding explains: three to ten times the bounds of `mode=parity`, for deeper models and other contexts."""
+    """Bounds on rounding errors: three to ten times those of `mode=parity`, for deeper models and other contexts."""
 
     difference: float  # mean |Δ log-probability| of an engine's probe
     kl: float  # of a step's on-policy tokens; above it the next sync is probed
