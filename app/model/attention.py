@@ -282,7 +282,7 @@ def _trial(mixer: Any, kernels: LinearKernels, device: torch.device | str, dtype
 
     tokens, heads, weight = sum(LENGTHS), mixer.num_v_heads, random(*mixer.conv1d.weight.shape)
     if kernels.convolve is None:
-        weight = weight.float()  # torch sums its gradient in its dtype: in bfloat16, with an error near the tolerance
+        weight = weight.float()  # a precaution: torch may sum its gradient in bfloat16
     qkv, beta = random(1, tokens, len(weight)), random(1, tokens, heads).sigmoid()
     decay = -random(1, tokens, heads).float().sigmoid()
     inputs = [each.requires_grad_() for each in (weight, qkv, decay, beta)]
