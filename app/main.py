@@ -82,7 +82,7 @@ class Validate(Callback):
         checkpoint = _apply_resume(composed, config)
         config = compose.resolve(composed)
 
-        from app.mode.preflight import preflight
+        from app.start.preflight import preflight
 
         preflight(config, str(composed.hydra.run.dir or ""), checkpoint)
         composed.steps = config.steps  # of the epochs
@@ -128,7 +128,7 @@ def main(composed: DictConfig) -> float:
         if multirun:
             expect(config.resume == "never", "resume", config.resume, "never in a sweep, whose jobs all start anew")
             if config.mode.trains and config.epochs is not None:
-                from app.mode.preflight import preflight
+                from app.start.preflight import preflight
 
                 preflight(config)
                 composed.steps = config.steps
@@ -205,7 +205,7 @@ def _run(mode: Mode, composed: DictConfig, config: RunConfig, folder: Path) -> M
     if mode not in WRITES:
         return run_mode(mode, config, folder)
 
-    from app.mode.output_folder import output_folder
+    from app.start.output_folder import output_folder
 
     with disk_errors(), output_folder(composed, config, folder):
         return run_mode(mode, config, folder)

@@ -27,7 +27,7 @@ from app.types import (
 
 
 class RolloutEngine(Protocol):
-    """One SGLang server of `rollout.tensor_parallel` devices. Implemented by app/rollout/remote.py:RemoteEngine.
+    """One SGLang server of `rollout.tensor_parallel` devices. Implemented by app/rollout/engine/remote.py:RemoteEngine.
 
     Lifecycle:
         1. `start` once.

@@ -18,8 +18,8 @@ from tests.environment.pools import Maker
 from tests.runs import Run, shared_fork_server
 
 if TYPE_CHECKING:  # heavy: imported where used
-    from app.rollout.remote import RemoteEngine
-    from app.rollout.server import ServerSpec
+    from app.rollout.engine.remote import RemoteEngine
+    from app.rollout.engine.server import ServerSpec
 
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # a private cluster of the tests
 settings.register_profile("any machine", deadline=None)  # a busy one is slower than hypothesis allows
@@ -170,7 +170,7 @@ def server_spec(
 ) -> "ServerSpec":
     """A server of our own making, from the session's fork server."""
     from app.device.cpu import DEVICE
-    from app.rollout.server import ServerSpec
+    from app.rollout.engine.server import ServerSpec
 
     return ServerSpec(
         name=name,
@@ -198,8 +198,8 @@ def make_engine(model: Path, folder: Path, *, name: str = "engine 0", seed: int 
     """An engine host of our own making, not started: `asyncio.run(make_engine(...).start(300))`."""
     import ray
 
-    from app.rollout.host import EngineHost, HostSpec
-    from app.rollout.remote import RemoteEngine
+    from app.rollout.engine.host import EngineHost, HostSpec
+    from app.rollout.engine.remote import RemoteEngine
 
     spec = HostSpec(
         name=name,

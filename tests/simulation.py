@@ -39,9 +39,9 @@ from app.placement.time_sharing import TimeSharing
 from app.recovery.engine_supervisor import EngineSupervisor
 from app.recovery.retrying_sync import RetryingWeightSync
 from app.reward.scorer import Scorer
+from app.rollout.engine.pool import EnginePool
 from app.rollout.episodes import EpisodeLimits, Episodes
 from app.rollout.episodes.player import episode_failures
-from app.rollout.pool import EnginePool
 from app.rollout.rollouter import Rollouter
 from app.tracking.run_folder.timeline import Timeline
 from app.types import (

@@ -16,6 +16,7 @@ FLOORS = (  # from the ground up; packages of one floor never import each other
     ("weight_sync", "offload", "checkpoint", "cluster", "eval", "teacher"),
     ("recovery",),
     ("placement",),
+    ("start",),
     ("mode",),
     ("main",),
     ("__main__", "command"),
@@ -59,13 +60,13 @@ ROOMS = {
     "OpenAI endpoint": Room(("app.environment.worker.openai_endpoint",), ("app.environment.worker.episode",)),
     "delta sync": Room(
         (
-            "app.rollout.sglang_plugin.delta_loader",
-            "app.rollout.sglang_plugin.sparse_tensor",
+            "app.rollout.engine.sglang_plugin.delta_loader",
+            "app.rollout.engine.sglang_plugin.sparse_tensor",
             "app.weight_sync.delta",
             "app.weight_sync.snapshot",
             "app.wire",
         ),
-        ("app.rollout.sglang_plugin.entry_points", "app.weight_sync.sender"),
+        ("app.rollout.engine.sglang_plugin.entry_points", "app.weight_sync.sender"),
     ),
     "dashboards": Room(
         ("app.tracking.clearml", "app.tracking.prometheus", "app.tracking.tensorboard", "app.tracking.wandb"),
@@ -73,15 +74,23 @@ ROOMS = {
     ),
     "supervised runs": Room(
         ("app.mode.sft", "app.data.demonstrations"),
-        ("app.mode.inputs",),
+        ("app.start.inputs",),
     ),
-    "trial of own objectives": Room(("app.algorithm.custom_functions",), ("app.mode.input_checks",)),
-    "teacher": Room(("app.teacher",), ("app.mode.session", "app.mode.input_checks")),
+    "trial of own objectives": Room(("app.algorithm.custom_functions",), ("app.start.input_checks",)),
+    "teacher": Room(("app.teacher",), ("app.start.session", "app.start.input_checks")),
     "serving of adapters": Room(
-        ("app.rollout.served_adapters", "app.rollout.sglang_plugin.lora_layers", "app.weight_sync.adapters"),
-        ("app.rollout.host.engine_host", "app.rollout.sglang_plugin.entry_points", "app.weight_sync.factory"),
+        (
+            "app.rollout.engine.served_adapters",
+            "app.rollout.engine.sglang_plugin.lora_layers",
+            "app.weight_sync.adapters",
+        ),
+        (
+            "app.rollout.engine.host.engine_host",
+            "app.rollout.engine.sglang_plugin.entry_points",
+            "app.weight_sync.factory",
+        ),
     ),
-    "rewards that run code": Room(("app.reward.code",), ("app.mode.input_checks",)),
+    "rewards that run code": Room(("app.reward.code",), ("app.start.input_checks",)),
     "engines on a CPU": Room(("app.cpu_engine",), ("app.device.cpu",)),
 }
 SHARED_NAMES = {  # base names that several packages may use
@@ -279,7 +288,9 @@ def test_the_rules_find_what_breaks_them() -> None:
         "from app.trainer import rank\nfrom app.types import Group\n\ndef late() -> None:\n    import app.mode.train"
     )
     assert imports(ast.parse(source)) == {"app.trainer.rank", "app.types", "app.mode.train"}
-    assert violations({"app.rollout.pool": {"app.trainer.rank"}}) == ["app.rollout.pool imports app.trainer.rank"]
+    assert violations({"app.rollout.engine.pool": {"app.trainer.rank"}}) == [
+        "app.rollout.engine.pool imports app.trainer.rank"
+    ]
     assert violations({"app.model.load": {"app.placement.buffer"}}) == ["app.model.load imports app.placement.buffer"]
     assert violations({"app.placement.colocate": {"app.placement.context", "app.types"}}) == []
     assert cycle({"app.a": {"app.b"}, "app.b": {"app.c"}, "app.c": {"app.a"}}) == ["app.a", "app.b", "app.c", "app.a"]

@@ -121,8 +121,8 @@ def _become(request: dict, stdout: int, stderr: int, heavy: int) -> None:
 
 def main() -> None:
     """Import the application, wait for commands, and run one in each fork."""
-    import app.mode.preflight  # noqa: F401
-    from app.model.hf_import import general_tokenizer
+    import app.start.preflight  # noqa: F401
+    from app.model.hf_directory import general_tokenizer
     from tests.compose import composed
 
     general_tokenizer()

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping
 
 from app.errors import RunError, one_line
 from app.protocols import RolloutEngine, Trainer
-from app.rollout.pool import EnginePool
+from app.rollout.engine.pool import EnginePool
 from app.types import MemoryUse
 from app.utils.process import memory_use
 from app.utils.units import MIB

@@ -157,7 +157,7 @@ def _launch(parent: int, arguments: Sequence[str], environment: Mapping[str, str
     import setproctitle
     import torch
 
-    from app.rollout import launcher
+    from app.rollout.engine import launcher
 
     # The first variable must never change: see `Server.start`.
     kept = {PARENT_VARIABLE}

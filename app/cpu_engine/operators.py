@@ -22,7 +22,7 @@ def register() -> None:
     """Register the operators for our platform. One that this SGLang lacks, or calls differently, stays SGLang's."""
     from sglang.kernels.fused_op import BaseFusedOp
 
-    from app.rollout.sglang_plugin.platform import NATIVE
+    from app.rollout.engine.sglang_plugin.platform import NATIVE
 
     layers = "sglang.srt.layers."
     operators: dict[str, Callable[..., Any]] = {

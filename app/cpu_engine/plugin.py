@@ -4,7 +4,7 @@ import multiprocessing
 import os
 from typing import Any
 
-from app.rollout.sglang_plugin.entry_points import DEVICE_VARIABLE
+from app.rollout.engine.sglang_plugin.entry_points import DEVICE_VARIABLE
 
 PROCESS_REQUESTS = "sglang.srt.managers.scheduler.Scheduler.process_input_requests"
 SET_START_METHOD = "sglang.srt.entrypoints.engine._set_envs_and_config"

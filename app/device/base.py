@@ -69,7 +69,7 @@ class Device:
     visibility: str | None  # environment variable that selects devices
     has_gather: bool = True  # whether `collective` can gather on one rank alone
     abort_backend: Callable[[Any], None] = abort_backend
-    # SGLang server flags. The setting `device.engine_args` overrides them in app/rollout/server_args.py.
+    # SGLang server flags. The setting `device.engine_args` overrides them in app/rollout/engine/server_args.py.
     engine_flags: Mapping[str, object] = field(default_factory=dict)
     engine_env: Mapping[str, str] = field(default_factory=dict)
     lora_backend: str = "csgmv"  # SGLang's kernels for adapters

@@ -66,7 +66,7 @@ DEVICE = Device(
         **BRIEF_SPIN,
     },
     trainer_env=BRIEF_SPIN,
-    lora_backend="torch_native",  # app/rollout/sglang_plugin/lora_layers.py
+    lora_backend="torch_native",  # app/rollout/engine/sglang_plugin/lora_layers.py
     fork_server=fork_server if CPU_ENGINE else None,
     prepare_rank=use_matmul_of_engines if CPU_ENGINE else None,
     engine_fraction=0.3,

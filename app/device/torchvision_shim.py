@@ -1,7 +1,8 @@
 """Make torchvision importable with a torch build without accelerator support.
 
 Package indexes offer torchvision wheels built for accelerators. With a CPU build of torch their import fails for lack
-of two operators, and breaks the import of transformers and SGLang. Call `define_operators` before importing either.
+of two operators, and breaks the import of transformers and SGLang. Call `define_operators` before importing either;
+modules that need transformers take it from `transformers()`.
 
 A torchvision built for this torch registers the operators itself. A second definition would abort the process, so ours
 come only after its library was tried.
@@ -10,6 +11,7 @@ come only after its library was tried.
 import importlib.util
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -32,6 +34,16 @@ def define_operators() -> "torch.library.Library | None":
     for operator in ("nms", "qnms"):
         library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     return library
+
+
+@cache
+def transformers() -> ModuleType:
+    """Import the transformers package with its model classes usable."""
+    define_operators()
+    import transformers as package
+
+    package.utils.logging.disable_progress_bar()
+    return package
 
 
 def _loads_its_own() -> bool:

@@ -17,9 +17,9 @@ from app.errors import expect
 from app.eval import evaluate
 from app.mode import ModeResult
 from app.mode.export import source_of
-from app.mode.session import start_rollout_workers
 from app.placement.watchdog import watchdog
 from app.recovery.resume import NEVER, evaluated
+from app.start.session import start_rollout_workers
 from app.tracking.recorder import RunFolderRecorder
 from app.utils import files
 from app.utils.tasks import run_to_end, until_signal

@@ -2,7 +2,7 @@
 
     main             compose the configuration, check the inputs, make the run's folder
     run              open the records, and cancel everything below on SIGINT and SIGTERM
-    ├ rollout workers     Ray, engines, reward and environment workers: once (mode/session.py)
+    ├ rollout workers     Ray, engines, reward and environment workers: once (start/session.py)
     └ train_with_restarts
       ├ trainer workers   ranks and their weight sync: again after each loss of the trainer
       ├ restore           the latest checkpoint, the prompt cursor, the records; or begin anew
@@ -34,8 +34,6 @@ from app.config.placement import PlacementKind
 from app.device import Device, device_of
 from app.errors import TrainerError, TrainerLost
 from app.mode import ModeResult
-from app.mode.output_folder import kept_in
-from app.mode.session import RolloutWorkers, TrainerWorkers, start_rollout_workers, start_trainer_workers
 from app.model.hf_directory import identity
 from app.placement.colocate import Colocate
 from app.placement.context import RunContext
@@ -46,6 +44,8 @@ from app.placement.time_sharing import TimeSharing
 from app.protocols import Trainer
 from app.recovery.resume import checkpoint_of
 from app.recovery.retrying_sync import RetryingWeightSync
+from app.start.output_folder import kept_in
+from app.start.session import RolloutWorkers, TrainerWorkers, start_rollout_workers, start_trainer_workers
 from app.tracking.recorder import RunFolderRecorder
 from app.utils.tasks import until_signal
 from app.weight_sync.probe import EngineProbe

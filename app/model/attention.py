@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.nn.functional import conv1d, scaled_dot_product_attention, silu, softplus
 
 from app.device.base import LinearKernels
+from app.device.torchvision_shim import transformers
 from app.errors import one_line
-from app.model.hf_import import transformers
 from app.model.packing import Packing
 
 log = logging.getLogger(__name__)

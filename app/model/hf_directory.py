@@ -12,11 +12,11 @@ from typing import Any
 
 from app.config.model import LoraConfig, ModelConfig
 from app.config.peft_adapter import CONFIG as ADAPTER_CONFIG
+from app.device.torchvision_shim import transformers
 from app.environment.rendering.chat_template import template_of
 from app.environment.rendering.tokenizer_file import TokenizerFile, read_json
 from app.environment.rendering.tokenizer_file import stop_ids as stop_ids  # for those who load a model
 from app.errors import ConfigError, expect, one_line
-from app.model.hf_import import general_tokenizer, transformers
 from app.model.lora.base_weights import fingerprint, weight_map
 from app.utils.hub import cached_file, hub_client
 
@@ -200,3 +200,13 @@ def _names_class(file: Path) -> bool:
 
 def _brief(error: Exception) -> str:
     return one_line(error).rstrip(".")
+
+
+def general_tokenizer() -> Any:
+    """Return transformers' class for any `tokenizer.json`, which does not import torch, unlike `AutoTokenizer`.
+
+    Importing torch costs seconds at every start, and 200 MB in every process that only needs a tokenizer.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast

@@ -28,10 +28,10 @@ from torch.distributed.tensor import DTensor
 
 from app.config.model import LoraConfig
 from app.config.trainer import Checkpointing
+from app.device.torchvision_shim import transformers
 from app.errors import ConfigError, expect, one_line
 from app.model.attention import PACKED, register_packed, working_kernels
 from app.model.hf_checkpoint import Checkpoint, match, open_checkpoint
-from app.model.hf_import import transformers
 from app.model.kernels import CPU_KERNELS, Kernels
 from app.model.lora.layer import is_adapter
 from app.model.lora.names import adapter_tensors

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from app.errors import TrainerError
-from app.model.lora.layer import local_shard
+from app.model.sharding import local_shard
 from app.trainer.checkpoint_state import reshard
 from app.types import TrainerMemory
 

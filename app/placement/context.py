@@ -12,7 +12,7 @@ from app.placement.time_sharing import TimeSharing
 from app.protocols import Trainer
 from app.recovery.engine_supervisor import EngineSupervisor
 from app.recovery.retrying_sync import RetryingWeightSync
-from app.rollout.pool import EnginePool
+from app.rollout.engine.pool import EnginePool
 from app.rollout.rollouter import Rollouter
 from app.tracking.recorder import RunFolderRecorder
 from app.types import Prompt, Sampling

@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager
 from app.config.offload import OffloadConfig
 from app.protocols import RolloutEngine, Trainer
 from app.recovery.engine_supervisor import EngineSupervisor
-from app.rollout.pool import EnginePool
+from app.rollout.engine.pool import EnginePool
 from app.types import EngineMemory, InFlight, SyncReport, TrainerMemory
 
 CACHES = (EngineMemory.graphs, EngineMemory.kv_cache)  # not needed while weights are synced

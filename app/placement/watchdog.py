@@ -22,8 +22,8 @@ from app.errors import EngineError, RunError
 from app.protocols import RolloutEngine
 from app.recovery.engine_supervisor import MAX_BACKOFF_S
 from app.reward import reward_pool
-from app.rollout.pool import EnginePool
-from app.rollout.remote import CALL_TIMEOUT_S, END_TIMEOUT_S, START_GRACE_S
+from app.rollout.engine.pool import EnginePool
+from app.rollout.engine.remote import CALL_TIMEOUT_S, END_TIMEOUT_S, START_GRACE_S
 from app.utils.tasks import root_cause, task_stacks
 from app.worker.remote import ABORT_TIMEOUT_S, SILENCE_TIMEOUT_S
 

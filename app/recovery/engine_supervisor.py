@@ -17,7 +17,7 @@ from contextlib import asynccontextmanager
 from app.config import RunConfig
 from app.errors import EngineError, EngineLost, one_line
 from app.protocols import RolloutEngine
-from app.rollout.pool import EnginePool
+from app.rollout.engine.pool import EnginePool
 from app.utils.tasks import gather_or_raise, root_cause
 
 BACKOFF_S = 1.0  # before the second attempt; doubled for each further one

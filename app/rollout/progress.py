@@ -1,6 +1,6 @@
 """Detects prompts in flight that make no progress, from a server's reports.
 
-A report gives the sampled tokens of each unfinished request (app/rollout/sglang_plugin/request_report.py). A prompt
+A report gives the sampled tokens of each unfinished request (engine/sglang_plugin/request_report.py). A prompt
 makes progress when
 
     - a request of it sampled tokens, was scheduled, or finished: its part of the report changed; or
@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from app.errors import EngineError, EngineLost
-from app.rollout.client import Client, KeyRefused, Report
+from app.rollout.engine.client import Client, KeyRefused, Report
 
 POLL_INTERVAL_S = 5.0
 NAMED_PROMPTS = 5  # at most, in messages

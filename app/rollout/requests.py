@@ -12,7 +12,7 @@ from dataclasses import replace
 from app.config.recovery import RecoveryConfig
 from app.errors import EngineError, EngineLost
 from app.protocols import RolloutEngine
-from app.rollout.client import ConnectionLost
+from app.rollout.engine.client import ConnectionLost
 from app.tracking.run_folder.timeline import Timeline
 from app.types import Completion, FinishReason, GroupRequest
 

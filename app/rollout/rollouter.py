@@ -9,8 +9,8 @@ from typing import Any
 from app.config.recovery import RecoveryConfig
 from app.protocols import RolloutEngine
 from app.reward.scorer import Scorer
+from app.rollout.engine.pool import EnginePool
 from app.rollout.episodes import Episodes, GroupSpec
-from app.rollout.pool import EnginePool
 from app.rollout.requests import Requests
 from app.tracking.run_folder.timeline import Timeline
 from app.types import Completion, Group, GroupRequest, Prompt, Sampling, Trajectory

@@ -22,8 +22,8 @@ import numpy as np
 
 from app.config.teacher import ANY_SOURCE, MAX_RETRY_DELAY_S, TeacherConfig
 from app.errors import ConfigError, EngineError, RunError, one_line
-from app.rollout.client import Client, KeyRefused, NoAnswer
-from app.rollout.pool import EnginePool
+from app.rollout.engine.client import Client, KeyRefused, NoAnswer
+from app.rollout.engine.pool import EnginePool
 from app.types import Group, TokenSequence, Trajectory
 from app.utils.tasks import gather_or_raise
 

@@ -14,7 +14,7 @@ from app.config import RunConfig
 from app.data.build import encode
 from app.data.fields import Row
 from app.errors import RunError, expect
-from app.rollout.pool import EnginePool
+from app.rollout.engine.pool import EnginePool
 from app.rollout.requests import Requests
 from app.types import Group, GroupRequest, Prompt, Sampling, Trajectory
 from app.utils.tasks import gather_or_raise

@@ -1,7 +1,7 @@
 """The console of a run: a header, one line per step and evaluation, and a progress bar at the bottom.
 
 Terminals get colors and the bar (rich); files, pipes and CI get the same lines as plain text, notebooks in color.
-Warnings are log records, which `app.mode.output_folder` prints.
+Warnings are log records, which `app.start.output_folder` prints.
 """
 
 import os

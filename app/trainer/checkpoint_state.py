@@ -34,8 +34,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from app.errors import CheckpointError, one_line
-from app.model.lora.layer import local_shard
 from app.model.policy import PolicyModel, named_trained_tensors
+from app.model.sharding import local_shard
 from app.trainer.host_state import HostCopier, read_rng, write_rng
 from app.trainer.optimizer import PolicyOptimizer
 from app.utils.files import ChecksumWriter

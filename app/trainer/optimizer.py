@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from app.config.trainer import Optimizer, Schedule, TrainerConfig
 from app.errors import RunError
-from app.model.lora.layer import local_shard
+from app.model.sharding import local_shard
 
 SAMPLED_WEIGHTS = 256  # of each tensor's first row on this rank, to measure how far an update moves them
 SLOTS = {Optimizer.adamw: ("step", "exp_avg", "exp_avg_sq"), Optimizer.sgd: ()}

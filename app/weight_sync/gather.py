@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from app.model.lora.layer import full_tensor
+from app.model.sharding import full_tensor
 from app.weight_sync.buckets import Receivers
 
 

@@ -129,7 +129,7 @@ class Sender:
         import torch
 
         from app.model.hf_export import export
-        from app.model.lora.layer import full_tensor
+        from app.model.sharding import full_tensor
 
         tensors = ((name, full_tensor(tensor.detach())) for name, tensor in self.tensors.items())
         if self.rank_index == 0:

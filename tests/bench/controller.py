@@ -27,8 +27,8 @@ import numpy as np
 
 from app.placement.fully_async import FullyAsync
 from app.protocols import RolloutEngine
-from app.rollout.pool import EnginePool
-from app.rollout.remote import RemoteEngine
+from app.rollout.engine.pool import EnginePool
+from app.rollout.engine.remote import RemoteEngine
 from app.tracking.recorder import RunFolderRecorder
 from app.types import (
     Completion,

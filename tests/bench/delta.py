@@ -109,7 +109,7 @@ async def side_by_side(
     trainer: Any, engine: Any, folder: Path, *, rounds: int, rate: float, bucket_mib: float
 ) -> Rounds:
     """Measure a full sync, then a step and a delta sync, and compare with the next full one."""
-    from app.rollout.remote import RemoteEngine
+    from app.rollout.engine.remote import RemoteEngine
     from tests.weight_sync.support import checksum
 
     await trainer.attach("adam", Adam)

@@ -40,7 +40,7 @@ from app.errors import ConfigError
 from app.mode.plan.memory import plan_memory
 from app.mode.plan.trainer_memory import plan_trainer
 from app.model.architecture import architecture_of
-from app.rollout.server_args import engine_flags
+from app.rollout.engine.server_args import engine_flags
 from app.utils.units import MIB
 from tests.bench.machine import machine
 from tests.compose import composed

@@ -24,9 +24,9 @@ from app.config import RunConfig
 from app.config.placement import PlacementKind
 from app.device import device_of
 from app.errors import EngineError
-from app.mode.session import RolloutWorkers, TrainerWorkers, start_rollout_workers, start_trainer_workers
 from app.placement.time_sharing import TimeSharing
 from app.recovery.retrying_sync import RetryingWeightSync
+from app.start.session import RolloutWorkers, TrainerWorkers, start_rollout_workers, start_trainer_workers
 from app.tracking.run_folder.timeline import Timeline
 from app.types import Completion, GroupRequest, Sampling
 from app.utils.tasks import until_signal

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from app.rollout.remote import RemoteEngine
+from app.rollout.engine.remote import RemoteEngine
 from app.types import GroupRequest, Sampling
 from tests.bench.machine import Options, busy, conditions, machine, print_result, spread
 

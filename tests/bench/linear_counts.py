@@ -25,8 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from app.device.base import LinearKernels
+from app.device.torchvision_shim import transformers
 from app.model import attention, packing
-from app.model.hf_import import transformers
 from app.model.packing import Packing
 
 TOKENS = 8192

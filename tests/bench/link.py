@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from app.config.device import Dtype
-from app.rollout.server import KEY_VARIABLE, ServerSpec
+from app.rollout.engine.server import KEY_VARIABLE, ServerSpec
 from app.utils.net import url_of
 from app.utils.process import PARENT_VARIABLE, package_path
 from tests.bench.delta import options, side_by_side

@@ -30,7 +30,7 @@ HIDDEN = 128
 def save_model(folder: Path, vocabulary: int) -> Path:
     import torch
 
-    from app.model.hf_import import transformers
+    from app.device.torchvision_shim import transformers
     from tests.tiny_models.tokenizer import build_tokenizer
 
     config = transformers().Qwen3Config(

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from app.device.base import LinearKernels
+from app.device.torchvision_shim import transformers
 from app.model.attention import PACKED, register_packed
-from app.model.hf_import import transformers
 from app.model.kernels import Kernels
 from app.model.packing import Packing
 from app.model.policy import PolicyModel

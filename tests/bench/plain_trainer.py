@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from app.config.trainer import TrainerConfig
-from app.model.hf_import import transformers
+from app.device.torchvision_shim import transformers
 from app.types import ScoredGroup, Trajectory
 
 CLIP = 0.2

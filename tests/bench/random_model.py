@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from app.model.hf_import import transformers
+from app.device.torchvision_shim import transformers
 from tests.tiny_models.tokenizer import build_tokenizer
 
 QWEN3_06B: Mapping[str, Any] = {

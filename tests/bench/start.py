@@ -25,8 +25,8 @@ from app.cpu_engine.forked_server import SOCKET_VARIABLE, fork_server
 from app.device import Fork
 from app.device.cpu import DEVICE
 from app.model.hf_directory import locate
-from app.rollout.client import Client
-from app.rollout.server import Server, ServerSpec
+from app.rollout.engine.client import Client
+from app.rollout.engine.server import Server, ServerSpec
 from tests.bench.machine import Options, busy, conditions, machine, publish, spread
 
 POLL_INTERVAL_S = 0.02

@@ -12,7 +12,7 @@ from app.config.device import DeviceKind
 from app.device import device_of
 from app.mode.plan.memory import plan_memory
 from app.model.architecture import architecture_of
-from app.rollout.server_args import engine_flags
+from app.rollout.engine.server_args import engine_flags
 from app.utils.units import MIB
 from tests.bench import first_hour
 from tests.bench.first_hour import DIFFERS, FAILED, PASSED, SKIPPED, Check, Outcome

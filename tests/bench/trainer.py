@@ -87,7 +87,7 @@ def tokens(random: np.random.Generator, count: int) -> np.ndarray:
 def save_model(folder: Path) -> Path:
     import torch
 
-    from app.model.hf_import import transformers
+    from app.device.torchvision_shim import transformers
     from tests.tiny_models.tokenizer import build_tokenizer
 
     torch.manual_seed(0)
@@ -161,7 +161,7 @@ def make_trainer(way: str, path: Path) -> Trainer:
 
 def measure(way: str, path: Path) -> dict[str, float]:
     """Measure one step, after a short step that allocates all memory."""
-    from app.model.hf_import import transformers
+    from app.device.torchvision_shim import transformers
 
     # Its import must not count as memory of the model.
     transformers().AutoModelForCausalLM  # noqa: B018

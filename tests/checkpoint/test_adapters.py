@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 
 from app.checkpoint.run_state import RunState, lora_of, read_state, require_model
 from app.config.model import LoraConfig
+from app.device.torchvision_shim import transformers
 from app.errors import CheckpointError
 from app.mode.export import export_run
 from app.model.hf_directory import identity
-from app.model.hf_import import transformers
 from tests.checkpoint.test_export import config_of, logprobs_of, trained
 from tests.model.support import batch, save_qwen3, save_qwen35
 from tests.trainer.plain import transformers_model

@@ -10,7 +10,7 @@ import pytest
 from app.cluster import memory_monitor
 from app.cluster.memory_monitor import MIB, MemoryMonitor
 from app.errors import EngineError, EngineLost, RunError
-from app.rollout.pool import EnginePool
+from app.rollout.engine.pool import EnginePool
 from app.types import MemoryUse
 from tests.simulation import SimEngine, SimTrainer, run_virtual
 

@@ -27,7 +27,12 @@ SETTINGS = [
     "trainer.timeout_s=40",
 ]
 LOST = r"its node has died: .*missing too many heartbeats \(on 10\.77\.0\.2\)"  # the end of an error's line
-RUN_PARTS = ("EngineHost", "TrainerRank", "app.rollout.launcher", "sglang::")  # processes of a run on a worker node
+RUN_PARTS = (
+    "EngineHost",
+    "TrainerRank",
+    "app.rollout.engine.launcher",
+    "sglang::",
+)  # processes of a run on a worker node
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -97,7 +102,7 @@ def test_a_run_ends_well_on_a_slow_wire_that_loses_packets(tmp_path: Path, run_o
     with two_hosts(tmp_path / "hosts", delay_ms=25, loss=0.02) as hosts:
         hosts.start_ray(ENGINE_ON_THE_SECOND)
         run = run_on(hosts, "steps=4")
-        until(lambda: "app.rollout.launcher" in parts_on(hosts.second), 100)
+        until(lambda: "app.rollout.engine.launcher" in parts_on(hosts.second), 100)
         assert run.wait(200) == 0, run.text
         assert steps(run) == [1, 2, 3, 4]
         assert_ended(*hosts)
@@ -121,7 +126,7 @@ def test_an_engine_of_a_lost_host_is_replaced_when_a_host_joins(tmp_path: Path, 
         hosts.mend()
         hosts.join(1)
         until(lambda: run.metrics()[-1].get("recovery/engine_restarts") == 1.0, 120)
-        assert "app.rollout.launcher" in parts_on(hosts.second)
+        assert "app.rollout.engine.launcher" in parts_on(hosts.second)
         run.process.terminate()
         assert run.wait(60) == 130, run.text
         assert steps(run) == list(range(1, steps(run)[-1] + 1))
@@ -172,7 +177,7 @@ def test_a_host_lost_while_its_engine_starts_ends_the_run(tmp_path: Path, run_on
     with two_hosts(tmp_path / "hosts") as hosts:
         hosts.start_ray(ENGINE_ON_THE_SECOND)
         run = run_on(hosts, "steps=20")
-        until(lambda: "app.rollout.launcher" in parts_on(hosts.second), 100)
+        until(lambda: "app.rollout.engine.launcher" in parts_on(hosts.second), 100)
         hosts.cut()
         assert run.wait(150) == 1, run.text
         assert re.search(rf"engine 1: .*start: .*{LOST}", run.last_lines), run.text

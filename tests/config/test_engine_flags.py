@@ -8,7 +8,7 @@ import pytest
 
 from app.config.device import DeviceKind
 from app.config.engine_flags import REFUSED, check_engine_flags, known_flags
-from app.rollout.server import Server
+from app.rollout.engine.server import Server
 from tests.refusals import refused
 from tests.rollout.support import server_spec
 

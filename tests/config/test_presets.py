@@ -29,7 +29,7 @@ from app.main import conf_path
 from app.mode.plan.memory import MemoryPlan, plan_memory
 from app.mode.plan.text import memory
 from app.model.architecture import architecture_of
-from app.rollout.server_args import engine_flags
+from app.rollout.engine.server_args import engine_flags
 from app.utils.units import GIB
 from tests.compose import composed
 

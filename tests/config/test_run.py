@@ -8,7 +8,7 @@ from app.config.algorithm import Correction
 from app.config.run import RunConfig
 from app.config.setting import settings
 from app.device import device_of
-from app.rollout.server_args import engine_flags
+from app.rollout.engine.server_args import engine_flags
 from tests.compose import composed
 from tests.warm import run_warm
 

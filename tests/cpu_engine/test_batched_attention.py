@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from app.rollout.remote import RemoteEngine
+from app.rollout.engine.remote import RemoteEngine
 from app.types import Completion, GroupRequest
 from tests.rollout.support import HOT, largest_difference, request
 

@@ -16,7 +16,7 @@ import pytest
 
 from app.cpu_engine.forked_server import fork, fork_server
 from app.device.cpu import DEVICE
-from app.rollout.server import Server
+from app.rollout.engine.server import Server
 from tests.rollout.support import process_group, server_spec
 from tests.runs import shared_fork_server
 from tests.waiting import until
@@ -36,7 +36,7 @@ async def test_a_forked_server_has_its_own_arguments_environment_log_and_process
     for server in servers:
         process = psutil.Process(server.pid)
         assert os.getpgid(server.pid) == server.pid
-        await asyncio.to_thread(until, partial(_runs, process, "app.rollout.launcher"), 60)
+        await asyncio.to_thread(until, partial(_runs, process, "app.rollout.engine.launcher"), 60)
         assert os.readlink(f"/proc/{server.pid}/fd/1") == str(server.spec.log)
         assert server.spec.key not in " ".join(process.cmdline())
     assert process_parent(servers[0]) == process_parent(servers[1])  # one process imported SGLang for both

@@ -17,8 +17,8 @@ from app.data import rows
 from app.data.build import PromptData, build, rendering_warnings
 from app.data.cursor import PromptCursor, fingerprint
 from app.errors import ConfigError
-from app.mode.preflight import problems
 from app.model.hf_directory import load_tokenizer
+from app.start.preflight import problems
 from app.types import Prompt
 from tests.byte_level import write_tokenizer
 from tests.compose import composed

@@ -16,8 +16,8 @@ import torch
 
 from app.config.tracking import TrackingConfig
 from app.data import rows
-from app.model.hf_import import transformers
-from app.rollout.host import EngineHost
+from app.device.torchvision_shim import transformers
+from app.rollout.engine.host import EngineHost
 from app.tracking.own_tracker import require_trackers
 from app.types import Completion, FinishReason, Prompt, Trajectory, VersionSpan
 from tests.compose import composed

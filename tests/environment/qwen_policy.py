@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from app.device.torchvision_shim import transformers
 from app.environment.rendering import Renderer, renderer_for
-from app.model.hf_import import transformers
 from tests.environment.qwen import tokenizer, write_model
 
 POSITIONS = 2048

@@ -134,7 +134,7 @@ def test_a_run_with_slow_tools_survives_a_killed_engine_and_an_interrupt(
     run = start("steps=500", *overrides)
     run.wait_for_step(2)
     hold_second_turns(run, tmp_path, 8)
-    os.kill(run.pid_of("app.rollout.launcher"), signal.SIGKILL)
+    os.kill(run.pid_of("app.rollout.engine.launcher"), signal.SIGKILL)
     run.wait_for_step(run.metrics()[-1]["step"] + 3)
     os.kill(run.process.pid, signal.SIGINT)
     assert run.wait(60) == 130, run.text
@@ -181,7 +181,7 @@ def test_engine_and_trainer_that_are_killed_in_second_turns_cost_no_environment(
     for _ in range(2):
         hold_second_turns(run, tmp_path, 8)
         time.sleep(0.05)
-        os.kill(run.pid_of("app.rollout.launcher"), signal.SIGKILL)
+        os.kill(run.pid_of("app.rollout.engine.launcher"), signal.SIGKILL)
         run.wait_for_step(run.metrics()[-1]["step"] + 2)
     assert steps_of(run)[-1]["recovery/engine_restarts"] == 2
     assert_began_once(tmp_path, run)

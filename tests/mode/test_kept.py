@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from app.mode.output_folder import kept_in
+from app.start.output_folder import kept_in
 from tests.checkpoint.test_best import save
 
 

@@ -185,7 +185,7 @@ def test_the_cpu_agrees_with_itself(
 
 
 def test_the_reference_equals_transformers_sequence_by_sequence(tiny_model: Path, reference: Outcome) -> None:
-    from app.model.hf_import import transformers
+    from app.device.torchvision_shim import transformers
 
     model = transformers().AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64)
     batch = fixed_batch(model.config.vocab_size, CPU)
@@ -201,7 +201,7 @@ def test_the_reference_equals_transformers_sequence_by_sequence(tiny_model: Path
 
 
 def test_the_engine_difference_is_the_mean_over_completion_tokens(tiny_model: Path) -> None:
-    from app.model.hf_import import transformers
+    from app.device.torchvision_shim import transformers
 
     model = transformers().AutoModelForCausalLM.from_pretrained(tiny_model)
     prompt = np.arange(4, 10, dtype=np.int32)

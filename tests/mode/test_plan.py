@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from app.mode.plan.describe import describe
-from app.mode.preflight import problems
+from app.start.preflight import problems
 from tests.compose import composed
 from tests.warm import run_warm
 
@@ -197,7 +197,7 @@ def test_the_missions_line_is_planned_in_seconds_without_the_heavy_libraries_and
     assert "8 of 32 layers, 8,192 bytes per token and engine rank" in text
     assert "about 3.4 s at 0.19 s per GB" in text
     # the command line of an engine
-    assert "python -m app.rollout.launcher --model-path Qwen/Qwen3.5-9B --dtype bfloat16 --tp-size 4" in text
+    assert "python -m app.rollout.engine.launcher --model-path Qwen/Qwen3.5-9B --dtype bfloat16 --tp-size 4" in text
     assert "--mem-fraction-static 0.7 --max-running-requests 512 --cuda-graph-max-bs-decode 512" in text
     assert "--device npu --chunked-prefill-size 8192" in text
 

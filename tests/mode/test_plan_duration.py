@@ -13,7 +13,7 @@ from app.mode.plan.describe import describe
 from app.mode.plan.duration import StepSeconds, step_seconds, training_seconds
 from app.mode.plan.memory import plan_memory
 from app.model.architecture import QWEN3_4B, QWEN35_9B, Architecture
-from app.rollout.server_args import engine_flags
+from app.rollout.engine.server_args import engine_flags
 from tests.compose import composed
 from tests.folders import ROOT
 from tests.refusals import refused

@@ -9,7 +9,7 @@ from app.device import device_of
 from app.mode.plan.memory import MemoryPlan, Phase, capacity, plan_memory
 from app.mode.plan.text import sync
 from app.model.architecture import QWEN3_4B, QWEN35_9B, VISION_PARAMETERS, Architecture
-from app.rollout.server_args import engine_flags
+from app.rollout.engine.server_args import engine_flags
 from app.utils.units import GIB, MIB
 from tests.compose import composed
 

@@ -16,7 +16,7 @@ from app.device import device_of
 from app.mode.plan.memory import plan_memory
 from app.mode.plan.trainer_memory import Items
 from app.model.architecture import QWEN3_06B, QWEN3_4B, Architecture
-from app.rollout.server_args import engine_flags
+from app.rollout.engine.server_args import engine_flags
 from app.utils.units import GIB
 from tests.compose import composed
 

@@ -10,10 +10,10 @@ import pytest
 
 from app.checkpoint.run_state import RunState, write_state
 from app.config.model import LoraConfig
-from app.mode.input_checks import same_run
-from app.mode.inputs import CheckStage, RunInputs
 from app.model.hf_directory import identity
 from app.placement.controller import CURSOR, DEMONSTRATIONS
+from app.start.input_checks import same_run
+from app.start.inputs import CheckStage, RunInputs
 from tests.compose import composed
 from tests.folders import run_app
 from tests.refusals import refused

@@ -240,7 +240,7 @@ def test_an_engine_that_dies_at_start_is_named_with_its_log(start: Callable[...,
 def test_a_killed_engine_ends_the_run_with_its_name_and_log(start: Callable[..., Run]) -> None:
     run = start("steps=500", "recovery.max_engine_failures=0", *QUICK)
     run.wait_for_step(1)
-    os.kill(run.pid_of("app.rollout.launcher"), signal.SIGKILL)
+    os.kill(run.pid_of("app.rollout.engine.launcher"), signal.SIGKILL)
     assert run.wait(60) == 1
     assert run.gone_within(15), run.processes()
     assert "engine 0" in run.last_lines

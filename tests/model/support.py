@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from app.model.hf_import import transformers
+from app.device.torchvision_shim import transformers
 from app.model.packing import Packing
 from tests.tiny_models.tokenizer import build_tokenizer
 

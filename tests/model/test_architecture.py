@@ -9,6 +9,7 @@ from safetensors.numpy import load_file
 
 from app.config.model import TINY_MODELS, TINY_PRESETS, ModelConfig
 from app.config.rollout import RolloutConfig
+from app.device.torchvision_shim import transformers
 from app.model.architecture import (
     QWEN3_4B,
     QWEN35_9B,
@@ -18,7 +19,6 @@ from app.model.architecture import (
     require_context,
     require_own_preset,
 )
-from app.model.hf_import import transformers
 from tests.bench.random_model import QWEN3_4B as QWEN3_4B_CONFIG
 from tests.refusals import refused
 from tests.tiny_models.make import Recipe

@@ -10,9 +10,9 @@ from app.checkpoint.run_state import RunState, require_model
 from app.config import RunConfig
 from app.config.model import LoraConfig
 from app.errors import CheckpointError, ConfigError
-from app.mode.environments import require_rendering, worker_spec
-from app.mode.preflight import preflight
 from app.model.hf_directory import identity, load_tokenizer, own_template
+from app.start.environments import require_rendering, worker_spec
+from app.start.preflight import preflight
 from tests.byte_level import write_tokenizer
 from tests.compose import composed
 from tests.refusals import refused

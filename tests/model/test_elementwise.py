@@ -13,7 +13,7 @@ from app.config.device import DeviceKind
 from app.config.model import LoraConfig
 from app.config.trainer import Checkpointing, Compile
 from app.device import device_of
-from app.model.hf_import import transformers
+from app.device.torchvision_shim import transformers
 from app.model.kernels import Kernels, fuse_elementwise, kernels_of
 from app.model.load import load
 from app.model.lora.layer import LoraLinear

@@ -10,8 +10,8 @@ from tokenizers import Tokenizer
 
 from app.config.model import LoraConfig, ModelConfig
 from app.environment.rendering.tokenizer_file import TokenizerFile
-from app.mode.preflight import problems
 from app.model.hf_directory import identity, load_tokenizer, locate, require_window
+from app.start.preflight import problems
 from tests.byte_level import write_tokenizer
 from tests.compose import composed
 from tests.model.support import save_qwen3

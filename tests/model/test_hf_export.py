@@ -7,11 +7,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from app.device.torchvision_shim import transformers
 from app.errors import RunError
 from app.model import hf_export
 from app.model.hf_directory import load_tokenizer
 from app.model.hf_export import export
-from app.model.hf_import import transformers
 from app.model.load import load
 from app.model.policy import PolicyModel, named_checkpoint_tensors
 from tests.model.support import batch, save_qwen3, save_qwen35

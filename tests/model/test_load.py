@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from app.model.hf_import import transformers
+from app.device.torchvision_shim import transformers
 from app.model.load import _disable_dropout, load
 from app.model.policy import named_checkpoint_tensors
 from tests.model.support import (

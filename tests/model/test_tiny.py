@@ -12,8 +12,8 @@ from safetensors import safe_open
 from app.config.data import ArithmeticConfig
 from app.config.model import TINY_MODELS, TINY_PRESETS, ModelConfig
 from app.data.generators import arithmetic
+from app.device.torchvision_shim import transformers
 from app.model.hf_directory import load_tokenizer, locate
-from app.model.hf_import import transformers
 from tests.compose import composed
 from tests.tiny_models import sums
 from tests.tiny_models.make import RECIPES

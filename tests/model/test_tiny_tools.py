@@ -10,9 +10,9 @@ import torch
 from app.config.data import ChainConfig, ProductsConfig
 from app.config.model import TINY_MODELS
 from app.data.generators import chain, products
+from app.device.torchvision_shim import transformers
 from app.environment.calculator import answer
 from app.model.hf_directory import load_tokenizer
-from app.model.hf_import import transformers
 from tests.tiny_models import tool_calls
 from tests.tiny_models.make import RECIPES
 

@@ -16,8 +16,8 @@ from app.errors import EngineError, EngineLost, RunError
 from app.placement.controller import PlacementController
 from app.placement.fully_async import FullyAsync
 from app.placement.watchdog import MARGIN_S, POLL_INTERVAL_S, STATS_TIMEOUT_S, limit_seconds, watchdog
-from app.rollout.pool import EnginePool
-from app.rollout.remote import CALL_TIMEOUT_S
+from app.rollout.engine.pool import EnginePool
+from app.rollout.engine.remote import CALL_TIMEOUT_S
 from app.types import EngineStats, SyncReport
 from tests.simulation import BOTH, SimEngine, World, config, now, play, virtual
 

@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from app.device.torchvision_shim import transformers
 from app.mode.parity import CPU, logprobs_of, packed
 from app.model.hf_directory import load_tokenizer
-from app.model.hf_import import transformers
 from app.model.load import load
 from app.model.policy import named_trained_tensors
-from app.rollout.remote import RemoteEngine
+from app.rollout.engine.remote import RemoteEngine
 from app.types import Completion, FinishReason, GroupRequest
 from tests.folders import ROOT
 from tests.real_models import MAKE_S, real_model

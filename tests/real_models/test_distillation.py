@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import pytest
 
-from app.mode.input_checks import teacher
-from app.mode.inputs import CheckStage, RunInputs
+from app.start.input_checks import teacher
+from app.start.inputs import CheckStage, RunInputs
 from tests.compose import composed
 from tests.real_models import MAKE_S, real_model
 from tests.refusals import refused

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from app.device.torchvision_shim import transformers
 from app.mode.parity import FILE, PERTURBED
 from app.model.hf_directory import load_tokenizer
-from app.model.hf_import import transformers
 from tests.folders import run_new_app
 from tests.real_models import MAKE_S, real_model
 from tests.runs import Run

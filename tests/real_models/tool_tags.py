@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from app.model.hf_import import transformers
+from app.device.torchvision_shim import transformers
 
 TAGS = ["<tool_call>", "</tool_call>"]
 NEIGHBORS = ["json", "```"]  # as in ```json\n{…}\n```

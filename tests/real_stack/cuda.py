@@ -19,8 +19,8 @@ from unittest import mock
 from tests.real_stack.check import ROOT, Check
 from tests.real_stack.stub import stub_cuda_driver
 
-# A server's environment, as `app/rollout/launcher.py` and `app/device/cuda.py` make it.
-ENGINE = {"SGLANG_EXTERNAL_MODEL_PACKAGE": "app.rollout.sglang_plugin.models", "POSTTRAIN_ENGINE_DEVICE": "cuda"}
+# A server's environment, as `app/rollout/engine/launcher.py` and `app/device/cuda.py` make it.
+ENGINE = {"SGLANG_EXTERNAL_MODEL_PACKAGE": "app.rollout.engine.sglang_plugin.models", "POSTTRAIN_ENGINE_DEVICE": "cuda"}
 WITHOUT_DRIVER = (
     "torch",
     "torchvision",
@@ -34,7 +34,7 @@ WITHOUT_DRIVER = (
     "renderers",
     "sglang.srt.entrypoints.http_server",
     "sglang.srt.managers.scheduler",
-    "app.rollout.launcher",
+    "app.rollout.engine.launcher",
     "app.trainer.rank",
 )
 WITH_DRIVER = (

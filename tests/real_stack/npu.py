@@ -19,7 +19,7 @@ from tests.real_stack.npu_import import import_torch_npu, write_cann
 
 APP = ROOT / "app"
 CARD, CARD_BYTES = "Ascend910_9391", 64 * 2**30
-ENGINE = {"SGLANG_EXTERNAL_MODEL_PACKAGE": "app.rollout.sglang_plugin.models", "POSTTRAIN_ENGINE_DEVICE": "npu"}
+ENGINE = {"SGLANG_EXTERNAL_MODEL_PACKAGE": "app.rollout.engine.sglang_plugin.models", "POSTTRAIN_ENGINE_DEVICE": "npu"}
 BY_HAND = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}  # else `import torch` would import torch_npu
 # What `mode=doctor` says of a machine without NPUs, and of packages that no index has.
 OF_THE_MACHINE = {"npu-smi", "driver", "toolkit", "devices", "memory", "disk", "hub", "model", "data", "shared memory"}

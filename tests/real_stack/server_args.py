@@ -13,7 +13,7 @@ from app.config import RunConfig
 from app.config.device import DeviceKind
 from app.config.placement import PlacementKind
 from app.device import device_of
-from app.rollout.server_args import engine_flags, render_flags
+from app.rollout.engine.server_args import engine_flags, render_flags
 from tests.bench.random_model import QWEN3_4B
 from tests.compose import composed
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from app.config.model import LoraConfig
 from app.device.cpu import DEVICE
-from app.model.hf_import import transformers
-from app.rollout.remote import RemoteEngine
+from app.device.torchvision_shim import transformers
+from app.rollout.engine.remote import RemoteEngine
 from app.types import Completion, GroupRequest
 from tests.rollout.support import host_spec, remote, server_spec, transformers_logprobs
 

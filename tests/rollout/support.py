@@ -15,10 +15,10 @@ import psutil
 import ray
 import torch
 
-from app.model.hf_import import transformers
-from app.rollout.host import EngineHost, HostSpec
-from app.rollout.remote import RemoteEngine
-from app.rollout.server import ServerSpec
+from app.device.torchvision_shim import transformers
+from app.rollout.engine.host import EngineHost, HostSpec
+from app.rollout.engine.remote import RemoteEngine
+from app.rollout.engine.server import ServerSpec
 from app.types import Completion, GroupRequest, Sampling
 from tests import conftest
 

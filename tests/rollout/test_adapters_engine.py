@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from app.errors import EngineError
-from app.rollout.remote import RemoteEngine
+from app.rollout.engine.remote import RemoteEngine
 from app.types import Completion, EngineMemory, FinishReason, InFlight
 from tests.rollout.adapters import body_of, logprobs_differ, merged, tensors_of
 from tests.rollout.support import HOT, address_of, in_flight, request

@@ -10,7 +10,7 @@ import pytest
 
 from app.cluster.actors import cores_of_ranks
 from app.errors import EngineError
-from app.rollout.remote import RemoteEngine
+from app.rollout.engine.remote import RemoteEngine
 from app.types import Completion, InFlight
 from tests.rollout.adapters import adapter_engine, body_of, logprobs_differ, merged, tensors_of
 from tests.rollout.support import HOT, address_of, host_spec, in_flight, remote, request

@@ -16,7 +16,7 @@ import pytest
 import ray
 
 from app.errors import EngineError, EngineLost
-from app.rollout.remote import RemoteEngine
+from app.rollout.engine.remote import RemoteEngine
 from app.types import FinishReason, InFlight
 from tests.rollout.support import (
     HOT,

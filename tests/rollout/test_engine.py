@@ -12,9 +12,9 @@ import psutil
 import pytest
 import torch
 
+from app.device.torchvision_shim import transformers
 from app.errors import EngineError
-from app.model.hf_import import transformers
-from app.rollout.remote import RemoteEngine
+from app.rollout.engine.remote import RemoteEngine
 from app.types import Completion, FinishReason, GroupRequest, InFlight
 from tests.conftest import make_engine
 from tests.rollout.support import HOT, in_flight, largest_difference, request, without_end

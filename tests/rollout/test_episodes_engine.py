@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from app.rollout.remote import RemoteEngine
+from app.rollout.engine.remote import RemoteEngine
 from app.types import Completion, Group, GroupRequest, InFlight
 from tests.rollout.episodes import (
     TALK,

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from app.errors import EngineError, EngineLost
-from app.rollout.client import ConnectionLost
-from app.rollout.host import EngineHost, HostSpec, server_connection
-from app.rollout.host import engine_host as module
+from app.rollout.engine.client import ConnectionLost
+from app.rollout.engine.host import EngineHost, HostSpec, server_connection
+from app.rollout.engine.host import engine_host as module
 from app.types import GroupRequest, InFlight, Sampling
 from tests.rollout.support import host_spec, server_spec
 

@@ -5,8 +5,8 @@ from types import ModuleType
 
 import pytest
 
-from app.rollout.launcher import MODELS, MODELS_VARIABLE
-from app.rollout.sglang_plugin.models import qwen
+from app.rollout.engine.launcher import MODELS, MODELS_VARIABLE
+from app.rollout.engine.sglang_plugin.models import qwen
 
 OURS = ("Qwen3ForCausalLM", "Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM")
 

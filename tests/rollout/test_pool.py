@@ -7,7 +7,7 @@ import pytest
 
 from app.errors import EngineError, EngineLost
 from app.protocols import RolloutEngine
-from app.rollout.pool import EnginePool
+from app.rollout.engine.pool import EnginePool
 from app.types import Completion, GroupRequest, InFlight
 from tests.rollout import support
 from tests.simulation import SimEngine

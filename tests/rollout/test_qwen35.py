@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from app.config.weight_sync import Verify
-from app.rollout.remote import RemoteEngine
+from app.rollout.engine.remote import RemoteEngine
 from app.types import InFlight
 from tests.conftest import make_engine
 from tests.cpu_engine.test_batched_attention import ragged, staggered

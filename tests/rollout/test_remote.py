@@ -9,9 +9,9 @@ import pytest
 import ray
 
 from app.errors import EngineLost
-from app.rollout import remote as remotes
-from app.rollout.host import EngineHost
-from app.rollout.remote import RemoteEngine
+from app.rollout.engine import remote as remotes
+from app.rollout.engine.host import EngineHost
+from app.rollout.engine.remote import RemoteEngine
 from tests.rollout.support import host_spec, remote
 
 

@@ -12,7 +12,7 @@ from app.config.recovery import RecoveryConfig
 from app.config.reward import RewardConfig
 from app.errors import EngineError, EngineLost
 from app.reward.scorer import Scorer
-from app.rollout.pool import EnginePool
+from app.rollout.engine.pool import EnginePool
 from app.rollout.requests import Aborted
 from app.rollout.rollouter import Rollouter
 from app.tracking.run_folder.timeline import Timeline

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from app.errors import EngineError
-from app.rollout.client import NoAnswer
-from app.rollout.served_adapters import Adapter, Adapters, adapter_limit
+from app.rollout.engine.client import NoAnswer
+from app.rollout.engine.served_adapters import Adapter, Adapters, adapter_limit
 
 BODY: dict[str, Any] = {"config_dict": {}, "serialized_named_tensors": [""], "load_format": None}
 

@@ -10,9 +10,9 @@ import pytest
 
 from app.device import device_of
 from app.errors import EngineError
-from app.rollout.launcher import forbid_expandable_segments
-from app.rollout.server import Server, ServerSpec
-from app.rollout.server_args import engine_flags, engine_seed
+from app.rollout.engine.launcher import forbid_expandable_segments
+from app.rollout.engine.server import Server, ServerSpec
+from app.rollout.engine.server_args import engine_flags, engine_seed
 from app.types import EngineStart
 from app.utils.process import PARENT_VARIABLE
 from tests.compose import composed
@@ -22,7 +22,15 @@ from tests.rollout.support import KEY, host_spec, server_spec
 def test_the_command_has_the_flags_and_not_the_key(tmp_path: Path) -> None:
     spec = server_spec(tmp_path, tmp_path, name="engine 0", tp_size=2, trust_remote_code=False, log_level=None)
     command = spec.command()
-    assert command[1:8] == ["-P", "-m", "app.rollout.launcher", "--model-path", str(tmp_path), "--host", "127.0.0.1"]
+    assert command[1:8] == [
+        "-P",
+        "-m",
+        "app.rollout.engine.launcher",
+        "--model-path",
+        str(tmp_path),
+        "--host",
+        "127.0.0.1",
+    ]
     assert command[command.index("--tp-size") + 1] == "2"
     assert "--disable-cuda-graph" in command
     assert command[command.index("--disable-cuda-graph") + 1].startswith("--")  # a bare flag

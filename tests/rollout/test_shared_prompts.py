@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from app.rollout.remote import RemoteEngine
-from app.rollout.sglang_plugin import shared_prompts
+from app.rollout.engine.remote import RemoteEngine
+from app.rollout.engine.sglang_plugin import shared_prompts
 from tests.rollout.support import HOT, largest_difference, request
 
 MEMBERS, PROMPT_TOKENS = 6, 40

@@ -84,7 +84,7 @@ class PhaseTracker(FSDPMemTracker):
 
 
 def config_of(case: Case) -> Any:
-    from app.model.hf_import import transformers
+    from app.device.torchvision_shim import transformers
 
     auto = transformers()
     config = auto.Qwen3Config(**QWEN3_4B) if case.model == "qwen3_4b" else auto.Qwen3_5TextConfig()
@@ -123,9 +123,9 @@ def build(case: Case, mesh: Any, device: torch.device | None = None) -> Any:
     from app.config.model import LoraConfig
     from app.config.trainer import Checkpointing, Compile
     from app.device import device_of
+    from app.device.torchvision_shim import transformers
     from app.model import load
     from app.model.attention import PACKED, register_packed
-    from app.model.hf_import import transformers
     from app.model.kernels import kernels_of
 
     register_packed()
@@ -351,7 +351,7 @@ def planned(case: Case) -> dict[str, dict[str, float]]:
     from app.mode.plan.memory import plan_memory
     from app.model.architecture import QWEN3_4B as FOUR
     from app.model.architecture import QWEN35_9B as NINE
-    from app.rollout.server_args import engine_flags
+    from app.rollout.engine.server_args import engine_flags
     from tests.compose import composed
 
     config = composed(

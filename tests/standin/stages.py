@@ -250,7 +250,7 @@ class RankUnderTest:
         """Tensors of a gathered bucket that differ from the parameters. A collective."""
         import torch
 
-        from app.model.lora.layer import full_tensor
+        from app.model.sharding import full_tensor
         from app.weight_sync.sender import BUFFERS
 
         different = 0

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from aiohttp import web
 
-from app.rollout.client import Client
-from app.rollout.server import Server
+from app.rollout.engine.client import Client
+from app.rollout.engine.server import Server
 from app.utils.net import url_of
 from tests.conftest import server_spec
 

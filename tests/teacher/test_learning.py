@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from app.rollout.client import Client
+from app.rollout.engine.client import Client
 from tests.runs import Run
 from tests.teacher.servers import Address, Handler, double, sglang
 

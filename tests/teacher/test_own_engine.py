@@ -16,14 +16,14 @@ from app.cluster.placement_group import bundles
 from app.config.teacher import TeacherConfig
 from app.device import Device, device_of
 from app.errors import EngineLost, RunError
-from app.mode.input_checks import devices, teacher
-from app.mode.inputs import CheckStage, RunInputs
 from app.mode.plan.memory import plan_memory
 from app.mode.plan.remedies import remedies_of
 from app.model.architecture import QWEN3_4B, QWEN35_9B, VISION_PARAMETERS
-from app.rollout.pool import EnginePool
-from app.rollout.remote import RemoteEngine
-from app.rollout.server_args import engine_flags, teacher_flags
+from app.rollout.engine.pool import EnginePool
+from app.rollout.engine.remote import RemoteEngine
+from app.rollout.engine.server_args import engine_flags, teacher_flags
+from app.start.input_checks import devices, teacher
+from app.start.inputs import CheckStage, RunInputs
 from app.teacher import Teacher
 from app.utils.units import GIB
 from tests.compose import composed

@@ -10,8 +10,8 @@ import pytest
 
 from app.config.recovery import RecoveryConfig
 from app.model.hf_directory import load_tokenizer
-from app.rollout.pool import EnginePool
-from app.rollout.remote import RemoteEngine
+from app.rollout.engine.pool import EnginePool
+from app.rollout.engine.remote import RemoteEngine
 from app.rollout.requests import Requests
 from app.teacher.self_teacher import SelfTeacher, require_self_teacher, teacher_prompt
 from app.tracking.run_folder.timeline import Timeline

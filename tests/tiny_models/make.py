@@ -18,7 +18,7 @@ from typing import Any
 from app.config.data import ArithmeticConfig, ChainConfig, ProductsConfig
 from app.config.model import TINY_MODELS
 from app.data import generators
-from app.model.hf_import import transformers
+from app.device.torchvision_shim import transformers
 from tests.tiny_models.tokenizer import build_tokenizer
 
 MAX_POSITIONS = 4096  # tokens

@@ -8,7 +8,7 @@ Invariants:
 
 from typing import Any
 
-from app.model.hf_import import transformers
+from app.device.torchvision_shim import transformers
 
 PAD = "<|endoftext|>"
 START = "<|im_start|>"

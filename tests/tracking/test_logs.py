@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from app.mode.output_folder import driver_log
+from app.start.output_folder import driver_log
 
 LOGGING = Path(__file__).parents[2] / "conf/hydra/job_logging/rich.yaml"
 

@@ -14,8 +14,8 @@ from app.config.device import DeviceKind
 from app.data.counts import RowCounts
 from app.device import device_of
 from app.errors import RunError
-from app.mode import session
 from app.mode.report import write_comparison
+from app.start import session
 from app.tracking.recorder import RunFolderRecorder
 from app.tracking.report import data as report_data
 from app.tracking.report.charts import charts
@@ -216,7 +216,7 @@ def test_warnings_about_the_inputs_are_in_the_report(tmp_path: Path, monkeypatch
     def stop(*_: object, **__: object) -> None:
         raise RunError("nothing else is started in this test")
 
-    monkeypatch.setattr("app.mode.session.Scorer", stop)
+    monkeypatch.setattr("app.start.session.Scorer", stop)
 
     async def start(recorder: RunFolderRecorder) -> None:
         async with session.start_rollout_workers(RunConfig(), device_of(DeviceKind.cuda), tmp_path, recorder):

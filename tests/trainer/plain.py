@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from app.config.algorithm import Aggregation, AlgorithmConfig, Correction, Kl, OldPolicy, RatioLevel
-from app.model.hf_import import transformers
+from app.device.torchvision_shim import transformers
 from app.types import ScoredGroup, Trajectory
 from tests.model.support import relative
 from tests.trainer.support import LIMIT, SGD, TEMPERATURE, Result

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from app.config.trainer import Optimizer, Schedule, TrainerConfig
+from app.device.torchvision_shim import transformers
 from app.errors import RunError
-from app.model.hf_import import transformers
 from app.trainer.optimizer import PolicyOptimizer, UpdateResult, learning_rate, update_metrics
 
 

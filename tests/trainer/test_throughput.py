@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from app.config.algorithm import AlgorithmConfig, Kl
 from app.config.model import LoraConfig
-from app.model.hf_import import transformers
+from app.device.torchvision_shim import transformers
 from app.model.load import load
 from app.model.lora.layer import adapters_off
 from app.model.lora.wrap import add_adapters, initialize

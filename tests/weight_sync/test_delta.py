@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from app import wire
 from app.config.weight_sync import SyncMode, WeightSyncConfig
-from app.rollout.sglang_plugin.delta_loader import DeltaLoader
-from app.rollout.sglang_plugin.delta_loader import positions as decoded_positions
-from app.rollout.sglang_plugin.sparse_tensor import SparseTensor
+from app.rollout.engine.sglang_plugin.delta_loader import DeltaLoader
+from app.rollout.engine.sglang_plugin.delta_loader import positions as decoded_positions
+from app.rollout.engine.sglang_plugin.sparse_tensor import SparseTensor
 from app.weight_sync import snapshot as snapshots
 from app.weight_sync.buckets import Bucket, Receivers, TensorMeta, plan_buckets
 from app.weight_sync.delta import DeltaEncoder, encode_gaps, max_header_bytes

@@ -10,7 +10,7 @@ import pytest
 from app.config.device import Dtype
 from app.config.weight_sync import SyncMode, Verify
 from app.errors import SyncError
-from app.rollout.remote import RemoteEngine
+from app.rollout.engine.remote import RemoteEngine
 from tests.conftest import make_engine
 from tests.rollout.support import address_of, engine_at
 from tests.weight_sync.support import (

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from app.config.device import DeviceKind, Dtype
 from app.device import device_of
-from app.model.hf_import import transformers
+from app.device.torchvision_shim import transformers
 from app.model.load import load
 from app.weight_sync.buckets import TensorMeta
 from app.weight_sync.sender import Sender

@@ -13,9 +13,9 @@ from app.config import RunConfig
 from app.errors import FAILED_EXIT
 from app.mode import NOT_GIVEN, ModeResult
 from app.mode.doctor import device, machine, scripted_episode, software
-from app.mode.finding import CheckStatus, Finding
-from app.mode.inputs import CheckStage, RunInputs
-from app.mode.preflight import findings
+from app.start.finding import CheckStatus, Finding
+from app.start.inputs import CheckStage, RunInputs
+from app.start.preflight import findings
 
 
 def run(config: RunConfig, folder: Path) -> ModeResult:

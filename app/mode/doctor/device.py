@@ -15,10 +15,10 @@ from app.device import Device
 from app.device.process_environment import EXPANDABLE, library_folders
 from app.mode.doctor import ascend
 from app.mode.doctor.software import uses_memory_saver
-from app.mode.finding import CheckStatus, Finding, outcome
 from app.mode.plan.memory import plan_memory
 from app.model.architecture import architecture_of, unknown_shapes
-from app.rollout.server_args import engine_flags
+from app.rollout.engine.server_args import engine_flags
+from app.start.finding import CheckStatus, Finding, outcome
 from app.utils.units import GIB
 
 TOOLKIT_TIMEOUT_S = 30

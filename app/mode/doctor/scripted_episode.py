@@ -12,11 +12,11 @@ from app.environment.pool import EnvironmentPool
 from app.environment.protocol import Task
 from app.environment.wire import Answer, End, SampleRequest
 from app.errors import ConfigError
-from app.mode.environments import tried_pool, without_log
-from app.mode.finding import CheckStatus, Finding
-from app.mode.input_checks import REFUSED
-from app.mode.inputs import RunInputs
 from app.reward.tryout import Tokenize, tokenizer_of
+from app.start.environments import tried_pool, without_log
+from app.start.finding import CheckStatus, Finding
+from app.start.input_checks import REFUSED
+from app.start.inputs import RunInputs
 from app.tracking.number_format import plural
 from app.worker.wire import Failed
 

@@ -21,8 +21,8 @@ from app.config.weight_sync import Verify
 from app.device import device_of
 from app.errors import SyncError
 from app.mode.parity.weights import Versions
-from app.mode.session import RolloutWorkers, TrainerWorkers, start_rollout_workers, start_trainer_workers
 from app.placement.time_sharing import TimeSharing
+from app.start.session import RolloutWorkers, TrainerWorkers, start_rollout_workers, start_trainer_workers
 from app.tracking.run_folder.timeline import Timeline
 from app.types import Completion, GroupRequest, Sampling
 from app.utils.tasks import until_signal

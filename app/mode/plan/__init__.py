@@ -6,10 +6,10 @@ from pathlib import Path
 from app.config import RunConfig
 from app.config.command_line import given_settings
 from app.mode import ModeResult
-from app.mode.input_checks import sizes
-from app.mode.inputs import CheckStage, RunInputs
 from app.mode.plan import describe
-from app.mode.preflight import problems
+from app.start.input_checks import sizes
+from app.start.inputs import CheckStage, RunInputs
+from app.start.preflight import problems
 
 
 def run(config: RunConfig, _folder: Path) -> ModeResult:

@@ -18,7 +18,7 @@ from app.mode.plan import text
 from app.mode.plan.duration import step_tokens
 from app.mode.plan.remedies import remedies_of
 from app.model.architecture import architecture_of, unknown_shapes
-from app.rollout.server_args import engine_flags
+from app.rollout.engine.server_args import engine_flags
 from app.tracking.number_format import plural
 
 

@@ -15,7 +15,7 @@ from app.device import Device
 from app.mode.plan.trainer_memory import FLOAT32, Items, TrainerMemoryPlan, plan_trainer
 from app.model.architecture import Architecture, architecture_of
 from app.model.lora.count import adapter_parameters
-from app.rollout.server_args import teacher_flags
+from app.rollout.engine.server_args import teacher_flags
 from app.utils.units import GIB
 
 CONV_BYTES = 2  # SGLang keeps the inputs of the convolution in bfloat16

@@ -13,7 +13,7 @@ from app.device import Device
 from app.errors import ConfigError, yaml_text
 from app.mode.plan.memory import MemoryPlan, plan_memory
 from app.model.architecture import QWEN3_06B, QWEN3_17B, Architecture
-from app.rollout.server_args import engine_flags, memory_fraction
+from app.rollout.engine.server_args import engine_flags, memory_fraction
 from app.utils.units import GIB
 
 SMALLER = {"Qwen/Qwen3-1.7B": QWEN3_17B, "Qwen/Qwen3-0.6B": QWEN3_06B}

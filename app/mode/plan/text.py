@@ -9,7 +9,6 @@ from app.config import RunConfig
 from app.config.model import ModelConfig
 from app.config.weight_sync import SnapshotPlace, SyncMode
 from app.device import Device
-from app.mode.disk import CHECKPOINT_BYTES, plan_disk
 from app.mode.plan.duration import (
     BANDWIDTH_SHARE,
     UTILIZATION,
@@ -22,7 +21,8 @@ from app.mode.plan.memory import EngineMemoryPlan, MemoryPlan, Phase, capacity, 
 from app.mode.plan.trainer_memory import BACKWARD
 from app.model.architecture import Architecture
 from app.model.lora.count import adapter_parameters
-from app.rollout.server_args import render_flags, teacher_flags
+from app.rollout.engine.server_args import render_flags, teacher_flags
+from app.start.disk import CHECKPOINT_BYTES, plan_disk
 from app.tracking.number_format import duration
 from app.utils.units import GIB, MIB, size
 
@@ -190,7 +190,7 @@ def engines(config: RunConfig, device: Device, flags: Mapping[str, object]) -> l
 def _command(model: ModelConfig, device: Device, flags: Mapping[str, object]) -> list[str]:
     flags = {"model-path": model.local if model.local.is_dir() else model.path, **flags}
     environment = [" ".join(f"{name}={value}" for name, value in device.engine_env.items())]
-    command = shlex.join(["python", "-m", "app.rollout.launcher", *render_flags(flags)])
+    command = shlex.join(["python", "-m", "app.rollout.engine.launcher", *render_flags(flags)])
     return [f"  {line}" for line in (*environment, command) if line]
 
 

@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from app.model.sharding import full_tensor, local_shard
+
 ADAPTER_PARAMETERS = ("lora_A", "lora_B")
 
 
@@ -95,13 +97,3 @@ def adapter_metrics(model: nn.Module) -> Mapping[str, float]:
     squared = (of_a.cpu().double() * gram).sum(dim=(1, 2)) * scales.square()
     # Rounding may leave a negative sum where B is 0.
     return {"lora/norm": squared.sum().clamp_min(0).sqrt().item()}
-
-
-def full_tensor(parameter: Tensor) -> Tensor:
-    """Return the full tensor on every rank. A collective for a `DTensor`."""
-    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-
-
-def local_shard(parameter: Tensor) -> Tensor:
-    """Return this rank's rows of a sharded parameter, or a plain one as it is."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter

@@ -13,8 +13,9 @@ from torch.distributed.tensor import DTensor
 from app.config.model import ALL_LINEAR, LoraConfig
 from app.model.hf_checkpoint import match, open_checkpoint
 from app.model.lora.base_weights import DECAYS, check_targets
-from app.model.lora.layer import LoraLinear, local_shard
+from app.model.lora.layer import LoraLinear
 from app.model.parallelize import own_rows
+from app.model.sharding import local_shard
 
 NOISE = 0.01  # that `randomize` adds to a weight
 

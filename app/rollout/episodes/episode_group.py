@@ -5,7 +5,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-from app.rollout.pool import StickyEngine
+from app.rollout.engine.pool import StickyEngine
 from app.rollout.requests import Aborted, Requests
 from app.types import Prompt, Sampling, Trajectory
 from app.utils.tasks import gather_or_raise

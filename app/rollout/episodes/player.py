@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 
 from app.environment.pool import EnvironmentPool
 from app.environment.protocol import Task
+from app.rollout.engine.pool import EnginePool
 from app.rollout.episodes.attempt import EpisodeAttempt, EpisodeLimits
 from app.rollout.episodes.episode_group import EpisodeGroup, GroupSpec
-from app.rollout.pool import EnginePool
 from app.rollout.requests import Requests
 from app.types import Prompt, Trajectory
 from app.worker.failures import FailureWindow

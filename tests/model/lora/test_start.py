@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from app.config import RunConfig
+from app.device.torchvision_shim import transformers
 from app.mode.export import merge_adapter
 from app.model.hf_directory import identity, require_complete
-from app.model.hf_import import transformers
 from app.model.load import load
 from app.model.lora.base_weights import require_targets
 from tests.compose import composed

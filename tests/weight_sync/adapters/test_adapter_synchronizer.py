@@ -12,7 +12,7 @@ import pytest
 
 from app.errors import SyncError
 from app.model.hf_directory import locate
-from app.rollout.remote import RemoteEngine
+from app.rollout.engine.remote import RemoteEngine
 from app.types import Completion
 from app.utils.process import SHARED_MEMORY
 from tests.compose import composed

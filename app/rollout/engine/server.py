@@ -19,7 +19,7 @@ from pathlib import Path
 
 from app.device.base import Fork, ServerProcess
 from app.errors import EngineError, EngineLost
-from app.rollout.server_args import render_flags
+from app.rollout.engine.server_args import render_flags
 from app.types import EngineStart
 from app.utils.child_environment import for_children
 from app.utils.net import bracketed, reserve_port
@@ -60,7 +60,7 @@ class ServerSpec:
 
     def command(self) -> list[str]:
         """Return the command line."""
-        return [*module_command("app.rollout.launcher"), *self.arguments()]
+        return [*module_command("app.rollout.engine.launcher"), *self.arguments()]
 
 
 class Server:

@@ -22,17 +22,17 @@ from app.config import Mode, RunConfig
 from app.config.placement import PlacementKind
 from app.device import Device
 from app.environment.pool import EnvironmentPool
-from app.mode.environments import worker_spec
-from app.mode.inputs import RunInputs
-from app.mode.preflight import take_inputs
 from app.offload import make_offload
 from app.placement.time_sharing import TimeSharing
 from app.protocols import RolloutEngine
 from app.recovery.engine_supervisor import EngineSupervisor
 from app.reward.scorer import Scorer
+from app.rollout.engine.pool import EnginePool
 from app.rollout.episodes import EpisodeLimits, Episodes, episode_failures
-from app.rollout.pool import EnginePool
 from app.rollout.rollouter import Rollouter
+from app.start.environments import worker_spec
+from app.start.inputs import RunInputs
+from app.start.preflight import take_inputs
 from app.tracking.number_format import plural
 from app.tracking.run_folder.timeline import Timeline
 from app.trainer.rank import OFFLOAD

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from app.config import RunConfig
 from app.errors import ConfigError
-from app.mode import input_checks as checks
-from app.mode.finding import CheckStatus, Finding
-from app.mode.inputs import CheckStage, RunInputs
+from app.start import input_checks as checks
+from app.start.finding import CheckStatus, Finding
+from app.start.inputs import CheckStage, RunInputs
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from typing import Any
 
 from app.utils.process import MARK, SHARED_MEMORY, run_prefix
 
+PLATFORM = "app.rollout.engine.sglang_plugin.platform:TorchCpuPlatform"
 DEVICE_VARIABLE = "POSTTRAIN_ENGINE_DEVICE"
 SYNCHRONIZE = "torch.cuda.synchronize"  # the weight checker of SGLang 0.5.22 calls it on every device
 SCHEDULER = "sglang.srt.managers.scheduler.Scheduler.__init__"
@@ -19,7 +20,7 @@ RANDOM_CHARACTERS = 16
 
 def platform() -> str | None:
     """Return our platform on CPU; None lets SGLang choose. Entry point `sglang.srt.platforms`."""
-    return "app.rollout.sglang_plugin.platform:TorchCpuPlatform" if os.environ.get(DEVICE_VARIABLE) == "cpu" else None
+    return PLATFORM if os.environ.get(DEVICE_VARIABLE) == "cpu" else None
 
 
 def load() -> None:
@@ -29,7 +30,7 @@ def load() -> None:
 
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from app.rollout.sglang_plugin import delta_loader, derived_weights, lora_layers, request_report
+    from app.rollout.engine.sglang_plugin import delta_loader, derived_weights, lora_layers, request_report
 
     loader, manager = delta_loader.DeltaLoader(), lora_layers.MANAGER
     hooks: list[tuple[str, Any, Any]] = [
@@ -44,7 +45,7 @@ def load() -> None:
         (request_report.INTERNAL_STATE, request_report.add_report, HookType.AFTER),
     ]
     if os.environ[DEVICE_VARIABLE] == "cpu":
-        from app.rollout.sglang_plugin import sampling, shared_prompts
+        from app.rollout.engine.sglang_plugin import sampling, shared_prompts
 
         hooks += [
             (manager + "__init__", lora_layers.replace_torch, HookType.BEFORE),

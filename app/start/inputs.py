@@ -1,6 +1,6 @@
 """What a run brings: its model, rows and prompts, each loaded when it is first needed, and once.
 
-`app/mode/preflight.py` checks them; a run takes what its checks have loaded.
+`app/start/preflight.py` checks them; a run takes what its checks have loaded.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,8 +16,8 @@ from app.data import rows
 from app.data.counts import steps_of_epochs
 from app.device import Device, device_of
 from app.errors import named
-from app.mode.environments import require_environment
 from app.model.hf_directory import load_tokenizer, local_folder, locate, own_template, stop_ids
+from app.start.environments import require_environment
 
 if TYPE_CHECKING:
     from app.data.demonstrations import DemonstrationStream, Demonstrator

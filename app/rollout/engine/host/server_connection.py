@@ -10,8 +10,8 @@ from packaging.version import InvalidVersion, Version
 
 from app.errors import EngineError, EngineLost
 from app.model.hf_directory import load_tokenizer
-from app.rollout.client import Client, ConnectionLost, NoAnswer
-from app.rollout.server import Server, ServerSpec
+from app.rollout.engine.client import Client, ConnectionLost, NoAnswer
+from app.rollout.engine.server import Server, ServerSpec
 from app.types import EngineStart
 from app.utils.net import url_of
 from app.utils.process import process_group_members

@@ -14,10 +14,10 @@ import app.data.build as data
 from app.config.device import DeviceKind
 from app.device import base
 from app.errors import ConfigError
-from app.mode.finding import CheckStatus
-from app.mode.input_checks import linear_attention
-from app.mode.inputs import CheckStage, RunInputs
-from app.mode.preflight import CHECKS, findings, preflight, take_inputs
+from app.start.finding import CheckStatus
+from app.start.input_checks import linear_attention
+from app.start.inputs import CheckStage, RunInputs
+from app.start.preflight import CHECKS, findings, preflight, take_inputs
 from tests.compose import composed
 from tests.model.support import save_qwen3, save_qwen35
 from tests.refusals import refused
@@ -96,7 +96,7 @@ def test_nothing_is_downloaded_or_started_before_what_is_cheap_is_accepted(
         preflight(composed(*own, "rollout.max_prompt_tokens=2"))
     assert not (tmp_path / "started").exists()
 
-    monkeypatch.setattr("app.mode.inputs.locate", downloads.append)
+    monkeypatch.setattr("app.start.inputs.locate", downloads.append)
     with refused("data.path", "none.jsonl"):
         preflight(composed("model=hf", "model.path=owner/name", "data.path=none.jsonl"))
     assert downloads == []
@@ -118,7 +118,7 @@ def test_the_context_of_a_hub_model_is_compared_once_it_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = save_qwen3(tmp_path / "qwen3")  # 256 tokens
-    monkeypatch.setattr("app.mode.inputs.locate", lambda *_, **__: path)
+    monkeypatch.setattr("app.start.inputs.locate", lambda *_, **__: path)
     line = [*OWN_MODEL, "model.path=owner/name", "rollout.max_completion_tokens=200"]
     with pytest.raises(
         ConfigError, match=r"max_completion_tokens=200 .* at most 192: model\.path=owner/name has a cont"
@@ -248,8 +248,8 @@ def test_the_driver_loads_the_inputs_of_the_tiny_model_without_torch(tiny_model:
     """Its import takes seconds and 200 MB, and an engine's host never needs it."""
     code = """
 import sys
-import app.cluster.actors, app.mode.session, app.mode.train, app.weight_sync.factory
-from app.mode.preflight import take_inputs
+import app.cluster.actors, app.start.session, app.mode.train, app.weight_sync.factory
+from app.start.preflight import take_inputs
 from tests.compose import composed
 tokens = take_inputs(composed(), print).tokenizer("1+2=")["input_ids"]
 print(len(tokens), "torch" in sys.modules)

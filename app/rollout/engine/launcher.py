@@ -1,4 +1,4 @@
-"""Main module of an SGLang server process: `python -m app.rollout.launcher <SGLang's flags>`.
+"""Main module of an SGLang server process: `python -m app.rollout.engine.launcher <SGLang's flags>`.
 
 SGLang spawns its children, and each imports this module again, so its top level runs in every process of the server.
 (With app/cpu_engine/ they are forked and have it already.)
@@ -18,14 +18,14 @@ from typing import Any
 
 from app.device.process_environment import EXPANDABLE, prepend_library_folders, without_expandable_segments
 from app.device.torchvision_shim import define_operators
-from app.rollout.server import KEY_VARIABLE
+from app.rollout.engine.server import KEY_VARIABLE
 from app.utils.process import PARENT_VARIABLE
 from app.worker.process import die_with_parent
 
 # With these dumps SGLang needs over a minute to exit after a crash. Set them to 1 to get them.
 CRASH_DUMPS = ("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH")
 # A package of models. A server whose model is among them does not import all others.
-MODELS_VARIABLE, MODELS = "SGLANG_EXTERNAL_MODEL_PACKAGE", "app.rollout.sglang_plugin.models"
+MODELS_VARIABLE, MODELS = "SGLANG_EXTERNAL_MODEL_PACKAGE", "app.rollout.engine.sglang_plugin.models"
 
 
 def main(parent: int) -> None:
@@ -45,7 +45,7 @@ def main(parent: int) -> None:
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args
 
-    from app.rollout.sglang_plugin.entry_points import require_hooks
+    from app.rollout.engine.sglang_plugin.entry_points import require_hooks
 
     load_plugins()
     require_hooks()

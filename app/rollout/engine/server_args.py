@@ -79,7 +79,7 @@ def adapter_flags(config: RunConfig, device: Device) -> dict[str, object]:
     return {
         "enable-lora": True,
         "max-lora-rank": config.model.lora.rank,
-        # Those of the decoder, see app/rollout/sglang_plugin/lora_layers.py. Qwen3.5's are not among SGLang's choices.
+        # The decoder's (sglang_plugin/lora_layers.py); Qwen3.5's are not among SGLang's choices.
         "lora-target-modules": "all",
         "lora-backend": device.lora_backend,
         "lora-strict-loading": True,

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from app.errors import EngineError, one_line
-from app.rollout.client import NoAnswer
+from app.rollout.engine.client import NoAnswer
 
 MIN_ADAPTERS = 2  # the adapter in use, and the one that is being loaded
 log = logging.getLogger(__name__)

@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from app.errors import EngineError
-from app.rollout.client import spans_in_place
-from app.rollout.host.server_connection import ServerConnection
+from app.rollout.engine.client import spans_in_place
+from app.rollout.engine.host.server_connection import ServerConnection
 from app.rollout.progress import ProgressClock
 from app.types import Completion, EngineStats, GroupRequest
 from app.utils.tasks import gather_or_raise
 
 if TYPE_CHECKING:
-    from app.rollout.served_adapters import Adapter
+    from app.rollout.engine.served_adapters import Adapter
 
 IDLE_POLL_S = 0.02
 MAX_ABORT_CALLS = 64  # at a time

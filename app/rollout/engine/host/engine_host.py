@@ -17,14 +17,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from app.errors import EngineError
-from app.rollout.host.requests_in_flight import RequestsInFlight
-from app.rollout.host.server_connection import HostSpec, ServerConnection
+from app.rollout.engine.host.requests_in_flight import RequestsInFlight
+from app.rollout.engine.host.server_connection import HostSpec, ServerConnection
 from app.rollout.progress import stall
 from app.types import Completion, EngineMemory, EngineStart, EngineStats, GroupRequest, InFlight, MemoryUse
 from app.utils.process import log_to, memory_use
 
 if TYPE_CHECKING:
-    from app.rollout.served_adapters import Adapter, Adapters
+    from app.rollout.engine.served_adapters import Adapter, Adapters
 
 MEMORY_TAGS = {EngineMemory.weights: "weights", EngineMemory.kv_cache: "kv_cache", EngineMemory.graphs: "cuda_graph"}
 
@@ -138,7 +138,7 @@ class EngineHost:
         await self._connection.check()
 
     def _make_adapters(self, url: str, info: Mapping[str, Any]) -> "Adapters":
-        from app.rollout.served_adapters import Adapters, adapter_limit
+        from app.rollout.engine.served_adapters import Adapters, adapter_limit
 
         seconds = self.spec.stall_timeout_s
         return Adapters(

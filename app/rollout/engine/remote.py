@@ -9,7 +9,7 @@ import ray
 from ray.exceptions import RayError
 
 from app.errors import EngineError, EngineLost, RunError, one_line
-from app.rollout.host import EngineHost
+from app.rollout.engine.host import EngineHost
 from app.types import Completion, EngineMemory, EngineStart, EngineStats, GroupRequest, InFlight, MemoryUse
 from app.utils.ray_calls import reply, run_error
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from app.rollout.sglang_plugin.sparse_tensor import SparseTensor
+from app.rollout.engine.sglang_plugin.sparse_tensor import SparseTensor
 from app.wire import GAPS, HEADER, MORE, VALUES, DeltaHeader, SparseTensorMeta, decode
 
 UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater."

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from app.mode.disk import free_bytes, plan_disk
-from app.mode.input_checks import disk
-from app.mode.inputs import CheckStage, RunInputs
 from app.model.architecture import architecture_of
+from app.start.disk import free_bytes, plan_disk
+from app.start.input_checks import disk
+from app.start.inputs import CheckStage, RunInputs
 from tests.compose import composed
 from tests.refusals import refused
 

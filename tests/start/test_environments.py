@@ -9,10 +9,10 @@ import psutil
 import pytest
 
 from app.mode.doctor import scripted_episode
-from app.mode.environments import require_environment, worker_spec
-from app.mode.finding import CheckStatus, Finding
-from app.mode.inputs import CheckStage, RunInputs
-from app.mode.preflight import problems, take_inputs
+from app.start.environments import require_environment, worker_spec
+from app.start.finding import CheckStatus, Finding
+from app.start.inputs import CheckStage, RunInputs
+from app.start.preflight import problems, take_inputs
 from tests.compose import composed
 from tests.environment.qwen import write_model
 from tests.refusals import refused

@@ -14,9 +14,9 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from app.config import compose as configuration
 from app.errors import RunError
 from app.main import _say_how_to_resume
-from app.mode.output_folder import output_folder, save_configuration
 from app.recovery.resume import apply_resume
 from app.recovery.run_lock import run_lock
+from app.start.output_folder import output_folder, save_configuration
 from app.tracking.recorder import RunFolderRecorder
 from tests.folders import a_run, composed_by_hydra, content, run_app, run_new_app, start_app
 from tests.waiting import until

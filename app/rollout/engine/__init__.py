@@ -1,0 +1,1 @@
+"""SGLang engines: EnginePool → RemoteEngine (driver) ⇒ EngineHost (Ray actor) → Client ⇒ SGLang server."""

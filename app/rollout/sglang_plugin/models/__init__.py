@@ -1,1 +1,0 @@
-"""SGLang's models of our presets. A server looks here before it imports all others: `app/rollout/launcher.py`."""

@@ -1,0 +1,1 @@
+"""From a composed configuration to workers: the inputs of a run, their checks, its folder, its processes."""
