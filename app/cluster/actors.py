@@ -17,10 +17,11 @@ from app.config.placement import PlacementKind
 from app.config.weight_sync import TransportKind, transport_of
 from app.device import Device, Fork
 from app.device.process_environment import EXPANDABLE, expandable_segments_off
-from app.rollout.engine.host import EngineHost, HostSpec
+from app.rollout.engine.host import EngineHost
 from app.rollout.engine.remote import RemoteEngine
 from app.rollout.engine.server import ServerSpec
 from app.rollout.engine.server_args import engine_flags, teacher_flags
+from app.rollout.engine.server_connection import HostSpec
 from app.trainer.rank import CONCURRENCY_GROUPS, RankSpec, TrainerRank
 from app.trainer.remote import RemoteTrainer
 

@@ -32,9 +32,8 @@ from app.types import SyncReport, TrainerMemory
 from app.utils.phase_timer import PhaseTimer
 from app.utils.process import SHARED_MEMORY, run_prefix
 from app.weight_sync.buckets import Receivers
-from app.weight_sync.deadlines import Deadline, best_effort
 from app.weight_sync.synchronizer import CLOSE_TIMEOUT_S, sync_seconds
-from app.weight_sync.transport.base import TRAINER_RANKS
+from app.weight_sync.transport.base import TRAINER_RANKS, Deadline, best_effort
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -3,7 +3,7 @@
 After one step at a typical learning rate about 99 % of the 16-bit weights round back to their old value
 (SparseRL-Sync, arXiv 2605.07330; verl, slime and TRL have similar syncs). Every rank keeps a snapshot of its shards at
 the last sync and compares. The changed entries of all ranks are gathered in the coordinates of the checkpoint's
-tensors. app/wire.py documents the message format.
+tensors. rollout/engine/sglang_plugin/delta_loader.py documents the message format.
 
 Invariants:
     - The snapshot is what the last message was made of, so only a full sync may follow a failed one.
@@ -21,10 +21,10 @@ from torch.distributed.tensor import DTensor, Shard
 
 from app.model.parallelize import own_rows
 from app.model.sharding import local_shard
+from app.rollout.engine.sglang_plugin.delta_loader import GAPS, HEADER, MORE, VALUES, DeltaHeader, SparseTensorMeta
 from app.weight_sync.buckets import Bucket, ReadyBucket, Receivers, TensorMeta
 from app.weight_sync.gather import all_gather, gather_by_rank, gather_full
 from app.weight_sync.snapshot import Changes, ShardSnapshot, diff_and_replace_all
-from app.wire import GAPS, HEADER, MORE, VALUES, DeltaHeader, SparseTensorMeta
 
 MAX_ELEMENTS = 2**31 - 1  # of a tensor whose positions fit into int32
 GATHERED_ENTRY_BYTES = 6  # between trainer ranks: int32 position, 16-bit value
@@ -232,7 +232,7 @@ def _split_payload(payload: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def encode_gaps(positions: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
-    """Encode the ascending positions of each tensor, at least one of each (app/wire.py).
+    """Encode the ascending positions of each tensor, at least one of each (delta_loader.py).
 
     Returns:
         The bytes of all tensors [n] uint8, and how many each of them has.

@@ -17,23 +17,37 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from math import prod
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from app.config.weight_sync import SyncMode, WeightSyncConfig
+from app.config import RunConfig
+from app.config.weight_sync import SyncMode, TransportKind, WeightSyncConfig, transport_of
+from app.device import Device
 from app.errors import EngineError, SyncError
 from app.protocols import RolloutEngine
 from app.trainer.remote import RemoteTrainer
 from app.types import SYNC_PHASES, InFlight, SyncReport
+from app.utils.dotted_path import resolve_own
 from app.utils.phase_timer import PhaseTimer
 from app.utils.units import MIB
 from app.weight_sync.buckets import Bucket, ReadyBucket, plan_buckets
-from app.weight_sync.deadlines import Deadline, best_effort
 from app.weight_sync.sender import Sender
-from app.weight_sync.transport.base import SENDER_EXTENSION, TRAINER_RANKS, Transport
+from app.weight_sync.transport.base import SENDER_EXTENSION, TRAINER_RANKS, Deadline, Transport, best_effort
+from app.weight_sync.transport.collective import CollectiveTransport
+from app.weight_sync.transport.ipc import IpcTransport
 from app.weight_sync.verify import Verifier
+
+if TYPE_CHECKING:
+    from app.weight_sync.adapters import AdapterSynchronizer
+
+    Synchronizer: TypeAlias = "BucketedWeightSynchronizer | AdapterSynchronizer"
 
 CLOSE_TIMEOUT_S = 3.0
 SESSION_OPEN = "already open"  # in the server's error about a session that a failed sync left open
+TRANSPORTS: Mapping[TransportKind, Callable[..., Transport]] = {
+    TransportKind.collective: CollectiveTransport,
+    TransportKind.ipc: IpcTransport,
+}
 
 
 class BucketedWeightSynchronizer:
@@ -251,3 +265,45 @@ class BucketedWeightSynchronizer:
 def sync_seconds(timer: PhaseTimer, started: float) -> dict[str, float]:
     """Return the seconds of each phase of a sync, and of all of them as `total`, since `started`."""
     return {**dict.fromkeys(SYNC_PHASES, 0.0), **timer.seconds(), "total": time.perf_counter() - started}
+
+
+def make_synchronizer(
+    config: RunConfig,
+    device: Device,
+    trainer: RemoteTrainer,
+    engines: Sequence[RolloutEngine],
+    folder: Path,
+    *,
+    one_machine: bool,
+) -> "Synchronizer":
+    """Create the synchronizer of a run in `folder`, not prepared yet.
+
+    `one_machine`: whether trainer ranks and engines share a machine, and with it the shared memory of its processes.
+    """
+    tensor_parallel = config.rollout.tensor_parallel
+    if config.model.lora.enabled:
+        from app.weight_sync.adapters import AdapterSynchronizer
+
+        return AdapterSynchronizer(
+            trainer,
+            engines,
+            config.weight_sync,
+            tensor_parallel=tensor_parallel,
+            one_machine=one_machine and not config.rollout.urls,
+        )
+
+    kind = transport_of(config.weight_sync, shared_devices=config.shared_devices, device=device.kind)
+    target = config.weight_sync._target_
+    make: Callable[..., Transport] = TRANSPORTS[kind] if target is None else resolve_own(target)
+    transport = make(backend=device.collective, tensor_parallel=tensor_parallel, **config.weight_sync.args)
+
+    verifier = Verifier(config.weight_sync.verify, folder / "verify")
+    return BucketedWeightSynchronizer(
+        trainer,
+        engines,
+        config.weight_sync,
+        transport,
+        verifier,
+        in_flight=config.placement.in_flight,
+        tensor_parallel=tensor_parallel,
+    )

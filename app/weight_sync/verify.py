@@ -17,9 +17,8 @@ from app.config.weight_sync import Verify
 from app.errors import SyncError
 from app.protocols import RolloutEngine
 from app.trainer.remote import RemoteTrainer
-from app.weight_sync.deadlines import Deadline
 from app.weight_sync.sender import Sender
-from app.weight_sync.transport.base import SENDER_EXTENSION, TRAINER_RANKS
+from app.weight_sync.transport.base import SENDER_EXTENSION, TRAINER_RANKS, Deadline
 
 EXPORT_CHECKS = 2  # the first sync, which proves names and shapes, and the first of a trained policy
 NAMED = 3  # parameters in a message

@@ -16,9 +16,10 @@ import ray
 import torch
 
 from app.device.torchvision_shim import transformers
-from app.rollout.engine.host import EngineHost, HostSpec
+from app.rollout.engine.host import EngineHost
 from app.rollout.engine.remote import RemoteEngine
 from app.rollout.engine.server import ServerSpec
+from app.rollout.engine.server_connection import HostSpec
 from app.types import Completion, GroupRequest, Sampling
 from tests import conftest
 

@@ -14,8 +14,8 @@ from aiohttp import web
 from app.errors import EngineError
 from app.rollout.engine import client as clients
 from app.rollout.engine.client import Client, ConnectionLost, parse, spans, spans_in_place
-from app.rollout.engine.host.requests_in_flight import MAX_ABORT_CALLS
 from app.rollout.engine.remote import RemoteEngine
+from app.rollout.engine.requests_in_flight import MAX_ABORT_CALLS
 from app.types import FinishReason, VersionSpan
 from tests.rollout.support import host_spec, remote, request
 

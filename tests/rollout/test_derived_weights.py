@@ -15,7 +15,7 @@ import torch
 from app.cluster.actors import cores_of_ranks
 from app.config.device import Dtype
 from app.config.weight_sync import SyncMode, Verify
-from app.rollout.engine.sglang_plugin.derived_weights import TRANSPOSED, refresh_convolutions
+from app.rollout.engine.sglang_plugin.patches import TRANSPOSED, refresh_convolutions
 from app.types import Completion, GroupRequest
 from app.weight_sync.sender import Sender
 from app.weight_sync.transport.base import SENDER_EXTENSION

@@ -8,16 +8,15 @@ from pathlib import Path
 import pytest
 
 from app.rollout.engine.server import Server, ServerSpec
-from app.rollout.engine.sglang_plugin import request_report
-from app.rollout.engine.sglang_plugin.entry_points import SCHEDULER
+from app.rollout.engine.sglang_plugin.entry_points import INTERNAL_STATE, SCHEDULER
 from tests.rollout.support import server_spec
 
-MISSPELLED = request_report.INTERNAL_STATE.replace("internal", "infernal")
+MISSPELLED = INTERNAL_STATE.replace("internal", "infernal")
 PLUGIN = f"""
 def load():
-    from app.rollout.engine.sglang_plugin import request_report
+    from app.rollout.engine.sglang_plugin import entry_points
 
-    request_report.INTERNAL_STATE = {MISSPELLED!r}
+    entry_points.INTERNAL_STATE = {MISSPELLED!r}
 """
 
 

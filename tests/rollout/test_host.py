@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 
 from app.errors import EngineError, EngineLost
+from app.rollout.engine import host as module
+from app.rollout.engine import server_connection
 from app.rollout.engine.client import ConnectionLost
-from app.rollout.engine.host import EngineHost, HostSpec, server_connection
-from app.rollout.engine.host import engine_host as module
+from app.rollout.engine.host import EngineHost
+from app.rollout.engine.server_connection import HostSpec
 from app.types import GroupRequest, InFlight, Sampling
 from tests.rollout.support import host_spec, server_spec
 

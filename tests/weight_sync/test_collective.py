@@ -16,7 +16,7 @@ from app.config.device import DeviceKind
 from app.config.weight_sync import Verify
 from app.device import device_of
 from app.errors import SyncError
-from app.weight_sync.deadlines import Deadline
+from app.weight_sync.transport.base import Deadline
 from app.weight_sync.transport.collective import BroadcastSender, CollectiveTransport, naming
 from app.weight_sync.transport.process_group import SyncProcessGroup
 from tests.weight_sync.doubles import Doubles, EngineDouble, NcclDouble

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from app import wire
 from app.config.weight_sync import SyncMode, WeightSyncConfig
+from app.rollout.engine.sglang_plugin import delta_loader as wire
 from app.rollout.engine.sglang_plugin.delta_loader import DeltaLoader
 from app.rollout.engine.sglang_plugin.delta_loader import positions as decoded_positions
 from app.rollout.engine.sglang_plugin.sparse_tensor import SparseTensor

@@ -9,7 +9,7 @@ from aiohttp import web
 
 from app.config.weight_sync import Verify
 from app.errors import EngineError, SyncError
-from app.rollout.engine.host.server_connection import OLDEST_SGLANG
+from app.rollout.engine.server_connection import OLDEST_SGLANG
 from tests.rollout.support import address_of, engine_at
 from tests.weight_sync.support import (
     Rule,

@@ -10,7 +10,7 @@ import aiohttp
 import numpy as np
 
 from app.errors import EngineError
-from app.rollout.engine.sglang_plugin.request_report import REPORT
+from app.rollout.engine.sglang_plugin.entry_points import REPORT
 from app.types import Completion, FinishReason, GroupRequest, VersionSpan
 
 CONNECT_TIMEOUT_S = 10.0

@@ -24,9 +24,8 @@ from app.trainer.rank import TrainerRank
 from app.trainer.remote import RemoteTrainer
 from app.utils.net import bracketed
 from app.weight_sync.buckets import ReadyBucket
-from app.weight_sync.deadlines import Deadline, best_effort
 from app.weight_sync.sender import BUFFERS, Sender
-from app.weight_sync.transport.base import SENDER_EXTENSION, TRAINER_RANKS
+from app.weight_sync.transport.base import SENDER_EXTENSION, TRAINER_RANKS, Deadline, best_effort
 
 if TYPE_CHECKING:
     from app.weight_sync.transport.process_group import SyncProcessGroup

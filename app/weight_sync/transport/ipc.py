@@ -15,9 +15,8 @@ from app.trainer.rank import TrainerRank
 from app.trainer.remote import RemoteTrainer
 from app.utils.process import SHARED_MEMORY
 from app.weight_sync.buckets import ReadyBucket
-from app.weight_sync.deadlines import Deadline, best_effort
 from app.weight_sync.sender import BUFFERS, Sender
-from app.weight_sync.transport.base import SENDER_EXTENSION, TRAINER_RANKS
+from app.weight_sync.transport.base import SENDER_EXTENSION, TRAINER_RANKS, Deadline, best_effort
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from app.errors import EngineError
 from app.rollout.engine.client import spans_in_place
-from app.rollout.engine.host.server_connection import ServerConnection
+from app.rollout.engine.server_connection import ServerConnection
 from app.rollout.progress import ProgressClock
 from app.types import Completion, EngineStats, GroupRequest
 from app.utils.tasks import gather_or_raise
