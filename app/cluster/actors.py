@@ -67,7 +67,6 @@ class EngineFactory:
         return _host(replace(spec, server=server), self.placement.engine_options(index))
 
     def teacher(self, _index: int = 0) -> RemoteEngine:
-        """Create the host of the teacher's engine."""
         assert self.teacher_path is not None
         server = self._server("teacher", self.teacher_path, self.config.teacher.devices)
         server = replace(server, flags=teacher_flags(self.config, self.device))
@@ -75,7 +74,6 @@ class EngineFactory:
         return _host(replace(spec, server=server), self.placement.teacher_options())
 
     def _spec(self, name: str, log: str, *, releases_memory: bool, serves_adapters: bool) -> HostSpec:
-        """Return the settings of a host without its server."""
         visibility = self.device.visibility
         return HostSpec(
             name=name,
@@ -103,7 +101,6 @@ class EngineFactory:
 
 
 def _host(spec: HostSpec, options: Mapping[str, Any]) -> RemoteEngine:
-    """Create the actor of a host."""
     actor = ray.remote(EngineHost).options(max_concurrency=4096, **options).remote(spec)
     return RemoteEngine(spec.name, actor)
 

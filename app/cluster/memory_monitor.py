@@ -99,10 +99,5 @@ class MemoryMonitor:
             log.info("the memory of %s was not measured", role, exc_info=True)
             if not self._warned:
                 self._warned = True
-                cause = (
-                    f"no answer within {MEASURE_TIMEOUT_S:.0f} s"
-                    if isinstance(error, TimeoutError)
-                    else one_line(error)
-                )
-                self.warn(f"the memory of the {role} processes cannot be measured, metrics go without it: {cause}")
+                self.warn(f"no memory metrics of the {role} processes: {one_line(error)}")
             return {}

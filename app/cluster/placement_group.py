@@ -63,7 +63,6 @@ class DevicePlacement:
             raise TrainerLost(f"the devices of the trainer could not be asked for: {one_line(error)}") from error
 
     def rank_options(self, rank: int) -> dict[str, Any]:
-        """Return the Ray actor options of a trainer rank."""
         return {**resources(self.device, 1), **self._in_bundle(self._bundle_of_rank(rank))}
 
     def engine_options(self, engine: int) -> dict[str, Any]:
@@ -74,7 +73,6 @@ class DevicePlacement:
         return {**resources(self.device, self.config.rollout.tensor_parallel), **bundle}
 
     def teacher_options(self) -> dict[str, Any]:
-        """Return the Ray actor options of the teacher's host."""
         last = len(bundles(self.config, self.device)) - 1
         return {**resources(self.device, self.config.teacher_devices), **self._in_bundle(last)}
 

@@ -24,7 +24,7 @@ def keep_ray_logs(logs: Path, failure: type[BaseException] | None, *_: object) -
 
 
 def ray_words() -> str:
-    """Return the end of a sentence about a process that Ray did not start: its last error, which no exception has."""
+    """Return the last error in Ray's own log, as the end of a sentence; empty without one."""
     errors = _ray_logs() / "raylet.err"
     text = errors.read_text(encoding="utf-8", errors="replace").strip() if errors.is_file() else ""
     return f"; the last line of logs/ray/{errors.name}: {text.splitlines()[-1]}" if text else ""

@@ -18,7 +18,7 @@ import pickle
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -62,7 +62,7 @@ class AdapterPush:
 class AdapterSender:
     """Gathers the adapters of a trainer rank.
 
-    Lifecycle: `gather`, then `release` when the engines have loaded them; `close` once.
+    Lifecycle: `gather`, then `release` when the engines have loaded them, and at the end.
     """
 
     def __init__(self, trainer_rank: TrainerRank):
@@ -107,12 +107,7 @@ class AdapterSender:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
 
-    def close(self) -> None:
-        """Free everything."""
-        self.release()
-
     def _gather(self, name: str) -> "list[tuple[str, Tensor]]":
-        """Return the full tensor on the host under the engine's names; nothing on ranks other than 0."""
         import torch
 
         from app.model.lora.names import served
@@ -181,11 +176,9 @@ class AdapterSynchronizer:
         self.one_machine = one_machine
 
     async def prepare(self) -> None:
-        """Attach the senders to the ranks of a trainer that has loaded its model."""
         await self.trainer.attach(ADAPTER_EXTENSION, AdapterSender)
 
     def set_engines(self, engines: Mapping[int, RolloutEngine]) -> None:
-        """Sync to these engines, by engine index."""
         self.engines = dict(engines)
 
     async def sync(self, version: int) -> SyncReport:
@@ -195,7 +188,11 @@ class AdapterSynchronizer:
         engines = list(self.engines.values())
         try:
             with timer.phase("gather"):
-                push = await self._gather(deadline)
+                gathering = self.trainer.call(ADAPTER_EXTENSION, AdapterSender.gather, one_machine=self.one_machine)
+                gathered = await deadline.gather("gathering the adapter", {TRAINER_RANKS: gathering})
+                push = gathered[TRAINER_RANKS][0]
+                if push is None:
+                    raise SyncError(f"weight sync of policy {version}: trainer rank 0 gathered nothing")
             with timer.phase("load"):
                 body = push.body(self.tensor_parallel)
                 calls = {engine.name: engine.load_adapter(version, body) for engine in engines}
@@ -203,7 +200,7 @@ class AdapterSynchronizer:
             with timer.phase("resume"):  # engines that were drained to hand their devices to the trainer
                 await deadline.gather("resume", {engine.name: engine.resume() for engine in engines})
         finally:
-            await self._call_best_effort(AdapterSender.release)
+            await self._release()
 
         return SyncReport(
             version=version,
@@ -217,15 +214,8 @@ class AdapterSynchronizer:
         """Nothing stays open after a failure: a load that still runs ends with a complete adapter, or none."""
 
     async def close(self) -> None:
-        """Free what the senders left in shared memory, which would outlive a killed process."""
-        await self._call_best_effort(AdapterSender.close)
+        await self._release()
 
-    async def _call_best_effort(self, method: Callable[[AdapterSender], None]) -> None:
-        await best_effort({TRAINER_RANKS: self.trainer.call(ADAPTER_EXTENSION, method)}, CLOSE_TIMEOUT_S)
-
-    async def _gather(self, deadline: Deadline) -> AdapterPush:
-        gathering = self.trainer.call(ADAPTER_EXTENSION, AdapterSender.gather, one_machine=self.one_machine)
-        push = (await deadline.gather("gathering the adapter", {TRAINER_RANKS: gathering}))[TRAINER_RANKS][0]
-        if push is None:
-            raise SyncError(f"weight sync of policy {deadline.version}: trainer rank 0 gathered nothing")
-        return push
+    async def _release(self) -> None:
+        releasing = self.trainer.call(ADAPTER_EXTENSION, AdapterSender.release)
+        await best_effort({TRAINER_RANKS: releasing}, CLOSE_TIMEOUT_S)

@@ -1,7 +1,7 @@
 """`weight_sync.probe`: do the engines sample with the weights that the trainer holds?
 
-A copy that an engine derives from its weights and does not renew (transposed, fused, cast), a kernel that computes
-something else, a bucket that went nowhere: the checksums of `weight_sync.verify` see none of it. Log-probabilities do.
+The checksums of `weight_sync.verify` miss copies that an engine derives from its weights and does not renew
+(transposed, fused, cast), and kernels that compute something else. Log-probabilities show them.
 
     start(v)   after the sync of policy v: every engine samples a few tokens, beside the rollouts
     check      before the update that ends v: the trainer's log-probabilities of the same tokens are compared
@@ -12,9 +12,9 @@ Invariants:
       sampled, not only scored, since prefill and decoding have kernels of their own.
     - The first syncs are probed, and every 20th: 8 tokens decode beside all other requests, and the trainer computes
       one more pass of a hundred tokens.
-    - In all probes together the trainer waits for engines in at most half a percent of the run. A later version has to
-      show what was not sampled by then. Only after a step whose on-policy tokens differed (`mismatch/kl_same_version`)
-      does it wait for the engines' answer.
+    - In all probes together the trainer waits for engines in at most half a percent of the run; a probe that is late is
+      repeated with a later version. Only after a step whose on-policy tokens differed (`mismatch/kl_same_version`) does
+      it wait for the engines' answer.
 """
 
 import asyncio
@@ -131,7 +131,6 @@ class EngineProbe:
         self._suspected = kl is not None and not kl <= self.tolerance.kl
 
     def cancel(self) -> None:
-        """Forget a probe that runs."""
         for task in self._running.values():
             task.cancel()
         self._running = {}

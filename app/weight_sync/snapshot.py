@@ -36,7 +36,6 @@ class ShardSnapshot:
 
     @torch.no_grad()
     def replace(self, shard: Tensor) -> None:
-        """Store the whole shard (flat, float masters)."""
         for start, chunk in _chunks(shard, self._chunk):
             self._values[start : start + chunk.numel()].copy_(chunk)
 
@@ -111,7 +110,6 @@ def _scratch(elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def _padded(elements: int) -> int:
-    """Round up to whole words."""
     return -(-elements // WORD) * WORD
 
 

@@ -53,11 +53,8 @@ TRANSPORTS: Mapping[TransportKind, Callable[..., Transport]] = {
 class BucketedWeightSynchronizer:
     """Implements `WeightSynchronizer` (app/protocols.py).
 
-    Lifecycle:
-        1. `prepare` whenever a trainer has loaded its model.
-        2. `sync`, any number of times; `set_engines` in between.
-        3. `abort` when trainer ranks were lost; continue with `prepare`.
-        4. `close` once.
+    Lifecycle: `prepare` whenever a trainer has loaded its model → `sync`, with `set_engines` in between → `abort` when
+    trainer ranks were lost, and again `prepare` → `close` once.
     """
 
     def __init__(
@@ -143,7 +140,6 @@ class BucketedWeightSynchronizer:
         return self._report(version, sent, sync_seconds(timer, started), reused)
 
     async def abort(self) -> None:
-        """Disconnect both sides, in any state of the trainer ranks."""
         await self.transport.abort(self.trainer)
 
     async def close(self) -> None:
@@ -189,7 +185,6 @@ class BucketedWeightSynchronizer:
     def _bucket_calls(
         self, version: int, index: int, ready: Sequence[ReadyBucket]
     ) -> dict[str, Coroutine[Any, Any, Any]]:
-        """Return the calls that send bucket `index` and load it into the engines."""
         last = index + 1 == len(self._buckets)
         calls: dict[str, Coroutine[Any, Any, Any]] = {}
         calls[TRAINER_RANKS] = self.trainer.call(SENDER_EXTENSION, Sender.send_and_gather_next, index=index)
@@ -232,7 +227,6 @@ class BucketedWeightSynchronizer:
 
     @property
     def _flush_cache(self) -> bool:
-        """Whether to drop the KV cache of the old weights."""
         return self.in_flight is not InFlight.in_place
 
     def _delta_base(self) -> int | None:

@@ -22,7 +22,7 @@ class Job:
     Attributes:
         sent_s: When the worker last got a message about this job, as `time.monotonic()`.
         closing_s: When it got the message to abort it, or None.
-        at_once: It was cancelled, and its worker is killed rather than waited for.
+        force: It was cancelled, and its worker is killed after a few seconds.
         failure: How the job failed; None before its end, and if it ended well or was aborted.
     """
 
@@ -36,7 +36,7 @@ class Job:
         self.number = number
         self.sent_s = time.monotonic()
         self.closing_s: float | None = None
-        self.at_once = False
+        self.force = False
         self.failure: Failed | None = None
         self._kill_worker = kill_worker
         self._send = send
@@ -73,21 +73,19 @@ class Job:
         if not self.ended:
             self._kill_worker(kind, text)
 
-    async def close(self, *, at_once: bool = False) -> None:
+    async def close(self, *, force: bool = False) -> None:
         """Abort the job unless it has ended, and wait until it has, or its worker is killed.
 
         Args:
-            at_once: Code that runs in a thread, or blocks the worker's event loop, is not waited for until its
-                deadline: after some seconds the worker is killed.
+            force: Kill the worker after some seconds if the job's code runs in a thread or blocks the event loop.
         """
         if not self.ended and self.closing_s is None:
             self.closing_s = time.monotonic()
-            self.at_once = at_once
-            self._send(Close(self.number, at_once))
+            self.force = force
+            self._send(Close(self.number, force))
         await self._ended.wait()
 
     def receive(self, message: Any) -> None:
-        """Take a message of the worker about this job."""
         if self.ended:
             return
         if isinstance(message, Request):

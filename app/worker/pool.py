@@ -66,17 +66,14 @@ class WorkerPool:
 
     @property
     def info(self) -> Mapping[str, Any]:
-        """What the handler reports about itself."""
         return self._workers[0].info if self._workers else {}
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the workers that run."""
         return [worker.pid for worker in self._workers if worker.pid is not None and worker.state is not State.ended]
 
     @property
     def counts(self) -> dict[str, int]:
-        """Failed jobs by kind, and `restarts`."""
         return {**self.failures, "restarts": self.restarts}
 
     async def begin_job(self, payload: Any) -> Job:

@@ -92,7 +92,6 @@ class WorkerProcess:
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     def reap(self) -> None:
-        """Wait for the killed process."""
         self._wait(KILL_TIMEOUT_S)
 
     def end(self) -> str:

@@ -20,7 +20,7 @@ from app.errors import RunError
 from app.utils.dotted_path import LoadError
 from app.worker.job import Job
 from app.worker.process import WorkerProcess
-from app.worker.wire import Begin, Closed, Codec, Failed, Heartbeat, Lines, Ready, Refused, Start, WireError
+from app.worker.wire import Begin, Closed, Codec, Failed, Heartbeat, LineProtocol, Ready, Refused, Start, WireError
 
 SILENCE_TIMEOUT_S = 10.0  # beyond `step_timeout_s`, without a beat
 CLOSE_TIMEOUT_S = 5.0  # without a beat since a job was to close at once
@@ -95,7 +95,7 @@ class RemoteWorker:
         self._on_job_end = on_job_end
         self._on_end = on_end
         self._process = WorkerProcess(spec.handler, spec.python, spec.log)
-        self._lines = Lines(spec.codec, self._receive, self._pipe_ended)
+        self._lines = LineProtocol(spec.codec, self._receive, self._pipe_ended)
         self._started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._received_s = time.monotonic()
 
@@ -186,7 +186,7 @@ class RemoteWorker:
 
     def _ignores(self, job: Job, now: float) -> bool:
         """Whether the worker has been silent since this job was to close at once."""
-        if not job.at_once or job.closing_s is None:
+        if not job.force or job.closing_s is None:
             return False
         return self._received_s < job.closing_s < now - CLOSE_TIMEOUT_S
 
@@ -228,7 +228,7 @@ class RemoteWorker:
 
     def _job_ended(self, job: Job) -> None:
         del self.jobs[job.number]
-        self.cancelled = job.at_once
+        self.cancelled = job.force
         self._on_job_end(job)
         if self.state is State.retiring and not self.jobs:
             self.end("late", self.problem)

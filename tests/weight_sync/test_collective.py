@@ -17,7 +17,7 @@ from app.config.weight_sync import Verify
 from app.device import device_of
 from app.errors import SyncError
 from app.weight_sync.transport.base import Deadline
-from app.weight_sync.transport.collective import BroadcastSender, CollectiveTransport, naming
+from app.weight_sync.transport.collective import BroadcastSender, CollectiveTransport, wrap_errors
 from app.weight_sync.transport.process_group import SyncProcessGroup
 from tests.weight_sync.doubles import Doubles, EngineDouble, NcclDouble
 from tests.weight_sync.support import make_synchronizer, make_trainer, started
@@ -105,7 +105,7 @@ def test_a_wait_ends_at_its_deadline_though_that_of_the_library_has_none() -> No
     NcclDouble.made[-1].members_take_part.set()
     group.broadcast(torch.zeros(8))
     late = r"trainer rank 0: the broadcast failed: .*did not finish within weight_sync.timeout_s=0.2 s"
-    with pytest.raises(SyncError, match=late), naming("the broadcast failed"):
+    with pytest.raises(SyncError, match=late), wrap_errors("the broadcast failed"):
         group.wait(0.2)
     group.abort()
 

@@ -59,7 +59,6 @@ class Client:
         )
 
     async def close(self) -> None:
-        """Close all connections."""
         await self._session.close()
 
     async def healthy(self, route: str = "/health", seconds: float = 5.0) -> bool:
@@ -73,11 +72,9 @@ class Client:
             return False
 
     async def get(self, route: str, *, seconds: float | None = CALL_TIMEOUT_S) -> Any:
-        """Return the decoded JSON reply of a GET request."""
         return await self._call("GET", route, None, seconds)
 
     async def post(self, route: str, body: Mapping[str, Any], *, seconds: float | None = CALL_TIMEOUT_S) -> Any:
-        """Return the decoded JSON reply of a POST request."""
         return await self._call("POST", route, body, seconds)
 
     async def unfinished(self, seconds: float) -> Report | None:

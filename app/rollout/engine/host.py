@@ -59,7 +59,6 @@ class EngineHost:
         return self._connection.start_phase
 
     async def stop(self) -> None:
-        """Kill the server, unless it was running already, and close the client."""
         if self._adapters is not None:
             self._adapters.close()
         await self._connection.stop()

@@ -51,7 +51,6 @@ class EnginePool:
 
     @property
     def alive(self) -> list[RolloutEngine]:
-        """The engines that are not lost."""
         return [engine for index, engine in enumerate(self.engines) if index not in self.lost]
 
     def mark_lost(self, engine: RolloutEngine, cause: EngineLost) -> None:
@@ -67,12 +66,10 @@ class EnginePool:
         self.progress += 1
 
     def mark_ready(self, index: int) -> None:
-        """Send requests to the (new) engine at this index."""
         del self.lost[index]
         self._engine_ready.set()
 
     async def wait_for_any(self) -> None:
-        """Wait while all engines are lost."""
         while len(self.lost) == len(self.engines):
             self._engine_ready.clear()
             await self._engine_ready.wait()
@@ -145,7 +142,6 @@ class EnginePool:
         return dict(result for result in results if result is not None)
 
     def situation(self) -> str:
-        """Describe how many engines are ready and why the others are not, in one line."""
         lost = "".join(f", engine {index} is lost: {one_line(cause)}" for index, cause in sorted(self.lost.items()))
         return f"{len(self.alive)} of {len(self.engines)} engines ready{lost}"
 
@@ -186,7 +182,6 @@ class StickyEngine:
             yield named_engine
 
     def leave(self) -> None:
-        """Give the engine up. Idempotent."""
         if self._index is not None:
             self._pool._sticky_episodes[self._index] -= self._episodes
             self._index = None

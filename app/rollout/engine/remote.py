@@ -52,7 +52,6 @@ class RemoteEngine:
         return await self._call(CALL_TIMEOUT_S, EngineHost.start_phase)
 
     async def stop(self) -> None:
-        """Stop the server; the host process stays."""
         await self._call(STOP_TIMEOUT_S, EngineHost.stop)
 
     async def end(self) -> None:

@@ -54,7 +54,6 @@ class RequestsInFlight:
 
     @property
     def by_name(self) -> dict[str, list[str]]:
-        """SGLang's request ids by the name of the request."""
         return {name: group.request_ids for name, group in self._groups.items()}
 
     @property
@@ -91,25 +90,20 @@ class RequestsInFlight:
         return completions
 
     async def drain(self) -> None:
-        """Wait until nothing is in flight."""
         while self._groups:
             await self._connection.race(asyncio.sleep(IDLE_POLL_S))
 
     def begin_pause(self) -> None:
-        """Admit nothing from now on: a paused engine may hold weights of two policies.
-
-        The KV cache of everything sampled so far is not used by later requests.
-        """
+        """Admit nothing from now on, and give later requests another key: they must not use the KV cache so far."""
         self._admitting.clear()
         self._pauses += 1
 
     def paused_in_place(self) -> None:
-        """What is in flight keeps its KV cache over a pause."""
+        """Note that a sync may change the policy of the paused requests, which keep their KV cache."""
         for group in self._groups.values():
             group.paused_in_place = True
 
     def admit_again(self) -> None:
-        """Admit requests again, those that wait first."""
         self._admitting.set()
 
     async def abort(self, prompt_ids: Sequence[str] | None) -> None:
@@ -125,7 +119,6 @@ class RequestsInFlight:
         await self._connection.control("/abort_request", {"abort_all": True, "rid": ""})
 
     async def abort_adapter(self, adapter: "Adapter") -> None:
-        """Abort the requests that this adapter samples."""
         await self._abort([group for group in self._groups.values() if group.adapter is adapter])
 
     async def _abort(self, groups: Sequence[GroupInFlight]) -> None:

@@ -40,12 +40,6 @@ class Adapter:
 class Adapters:
     """Loads and unloads the adapters of one server.
 
-    >>> adapters = Adapters("engine 0", "a1b2", limit=4, abort_timeout_s=60.0, post=post, abort=abort)  # doctest: +SKIP
-    >>> await adapters.load(7, body)  # the server knows it as policy-v7-a1b2-0  # doctest: +SKIP
-    1
-    >>> with adapters.for_request() as adapter:  # doctest: +SKIP
-    ...     await client.generate(request, adapter=adapter)
-
     Args:
         host_id: Tells the names of several hosts of one server apart.
         limit: The most adapters that the server may have loaded.
@@ -121,25 +115,21 @@ class Adapters:
             return len(self._loaded)
 
     def pause(self) -> None:
-        """Unload nothing until `resume`."""
         self._paused = True
 
     def resume(self) -> None:
-        """Unload again."""
         self._paused = False
         self._begin_unload()
 
     def close(self) -> None:
-        """Cancel what is running."""
         for task in self._unloads:
             task.cancel()
 
     async def _load(self, adapter: Adapter, body: Mapping[str, Any]) -> Mapping[str, Any]:
         self._loaded.append(adapter)
         try:
-            if "lora_path" in body:
-                return await self._post("/load_lora_adapter", {**body, "lora_name": adapter.name})
-            return await self._post("/load_lora_adapter_from_tensors", {**body, "lora_name": adapter.name})
+            route = "/load_lora_adapter" if "lora_path" in body else "/load_lora_adapter_from_tensors"
+            return await self._post(route, {**body, "lora_name": adapter.name})
         except NoAnswer:
             raise  # the server may have loaded it: it counts, and is unloaded later
         except EngineError:
@@ -179,15 +169,14 @@ class Adapters:
             ) from None
 
     def _begin_unload(self) -> None:
-        if len(self._loaded) < MIN_ADAPTERS:
-            return
-        task = asyncio.get_running_loop().create_task(self._unload_in_turn())
-        self._unloads.add(task)
-        task.add_done_callback(self._unloads.discard)
+        async def unload_in_turn() -> None:
+            async with self._changing:
+                await self._unload_unused()
 
-    async def _unload_in_turn(self) -> None:
-        async with self._changing:
-            await self._unload_unused()
+        if len(self._loaded) >= MIN_ADAPTERS:
+            task = asyncio.get_running_loop().create_task(unload_in_turn())
+            self._unloads.add(task)
+            task.add_done_callback(self._unloads.discard)
 
     async def _unload_unused(self) -> None:
         for adapter in list(self._loaded):

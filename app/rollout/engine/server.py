@@ -55,11 +55,9 @@ class ServerSpec:
     fork: Fork | None = None  # forks the server from a process that has imported SGLang, on the driver's machine
 
     def arguments(self) -> list[str]:
-        """Return the launcher's arguments. They do not contain the key."""
         return render_flags({"model-path": self.model_path, "host": self.host, "port": self.port, **self.flags})
 
     def command(self) -> list[str]:
-        """Return the command line."""
         return [*module_command("app.rollout.engine.launcher"), *self.arguments()]
 
 
@@ -141,7 +139,6 @@ class Server:
         )
 
     def start_phase(self) -> EngineStart:
-        """Return what the starting server does, from its log."""
         log = self._own_log()
         return next((phase for line, phase in START_PHASES if line in log), EngineStart.importing)
 
@@ -152,7 +149,6 @@ class Server:
         return f"{bracketed(self.spec.host)}:{self.spec.port}"
 
     def _own_log(self) -> str:
-        """Return what the server has logged."""
         try:
             return self.spec.log.read_bytes()[self._log_start :].decode(errors="replace")
         except OSError:

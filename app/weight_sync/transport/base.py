@@ -36,14 +36,10 @@ class Deadline:
     timeout_s: float
 
     async def gather(self, phase: str, calls: Calls, *, bounded: bool = True) -> dict[str, Any]:
-        """Await all calls.
+        """Await all calls; return the results by name.
 
         Args:
-            phase: What the calls do, for the error message.
             bounded: Whether `timeout_s` applies. False for calls that enforce a deadline themselves.
-
-        Returns:
-            The results by name.
 
         Raises:
             SyncError: A call failed or missed the deadline. Names the phase and every call concerned. An exception
@@ -72,12 +68,8 @@ class Deadline:
         return {name: task.result() for name, task in tasks.items()}
 
     def _failure(self, phase: str, tasks: Mapping[str, asyncio.Future[Any]]) -> BaseException:
-        errors: dict[str, BaseException] = {}
-        for name, task in tasks.items():
-            error = task.exception() if task.done() and not task.cancelled() else None
-            if error is not None:
-                errors[name] = error
-
+        ended = {name: task for name, task in tasks.items() if task.done() and not task.cancelled()}
+        errors = {name: error for name, task in ended.items() if (error := task.exception()) is not None}
         for error in errors.values():
             if not isinstance(error, RunError):
                 return error
@@ -116,28 +108,24 @@ class Transport(Protocol):
         1. `connect` before the first bucket of each sync.
         2. `request_body` for each bucket and engine, while the sender's `send` runs on the trainer ranks.
         3. `abort` after a failure or a change of engines; the next `connect` starts from scratch.
+
+    Attributes:
+        sender: The extension of the trainer ranks.
+        route: The server's route for one bucket.
     """
 
     @property
-    def sender(self) -> "type[Sender]":
-        """The extension of the trainer ranks."""
-        ...
+    def sender(self) -> "type[Sender]": ...
 
     @property
-    def route(self) -> str:
-        """The server's route for one bucket."""
-        ...
+    def route(self) -> str: ...
 
     async def connect(self, deadline: Deadline, trainer: RemoteTrainer, engines: Sequence[RolloutEngine]) -> bool:
         """Connect the trainer ranks and the engines; return whether they were connected already."""
         ...
 
     def request_body(self, engine_index: int, ready: Sequence[ReadyBucket]) -> dict[str, Any]:
-        """Return the request body for one engine.
-
-        Args:
-            ready: The gathered bucket, by trainer rank.
-        """
+        """Return the request body for one engine. `ready`: the gathered bucket, by trainer rank."""
         ...
 
     async def abort(self, trainer: RemoteTrainer) -> None:

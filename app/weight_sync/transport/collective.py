@@ -64,7 +64,7 @@ class BroadcastSender(Sender):
         process_group = self._process_group
         if process_group is None:
             return True
-        with naming("the process group was not built"):
+        with wrap_errors("the process group was not built"):
             return process_group.joined()
 
     def send(self, index: int) -> None:
@@ -76,13 +76,13 @@ class BroadcastSender(Sender):
             raise SyncError("trainer rank 0: the weight sync was aborted")
 
         slot = index % BUFFERS
-        with naming("the broadcast failed"):
+        with wrap_errors("the broadcast failed"):
             process_group.broadcast(self.buffers[slot][: self.ready[slot].bucket.bytes])
 
     def wait(self, timeout_s: float) -> None:
         process_group = self._process_group
         if process_group is not None:
-            with naming("the broadcast failed"):
+            with wrap_errors("the broadcast failed"):
                 process_group.wait(timeout_s)
 
     def leave(self, name: str) -> None:
@@ -174,7 +174,7 @@ class CollectiveTransport:
 
 
 @contextmanager
-def naming(problem: str) -> Iterator[None]:
+def wrap_errors(problem: str) -> Iterator[None]:
     """Raise the errors of a process group as `SyncError`."""
     try:
         yield

@@ -167,7 +167,6 @@ class Broadcast:
             raise RuntimeError("the process group was aborted")
 
     def thread_ended(self, timeout_s: float) -> bool:
-        """Wait for the thread; return whether it ended."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 

@@ -96,7 +96,6 @@ class DeltaLoader:
         self._next: tuple[int, int | None, int] | None = None  # version, base and index of the next message of a sync
 
     def from_collective(self, original: Callable[..., Reply], updater: Any, named_tensors: NamedTensors) -> Reply:
-        """Wrap `load_weights_from_distributed`."""
         if all(name != HEADER for name, _ in named_tensors):
             self._reset()
             return original(updater, named_tensors)
@@ -105,7 +104,6 @@ class DeltaLoader:
     def from_ipc(
         self, original: Callable[..., Reply], updater: Any, flattened_tensor_bucket_dict: dict[str, Any]
     ) -> Reply:
-        """Wrap `_update_weights_from_flattened_bucket`."""
         flat = flattened_tensor_bucket_dict["flattened_tensor"]
         metadata = flattened_tensor_bucket_dict["metadata"]
         if all(meta.name != HEADER for meta in metadata):
@@ -118,7 +116,6 @@ class DeltaLoader:
         return self.load(updater.get_model(), named_tensors)
 
     def load(self, model: Any, named_tensors: NamedTensors) -> Reply:
-        """Load one message into the model."""
         tensors = dict(named_tensors)
         header = decode(bytes(tensors.pop(HEADER).cpu().numpy()))
         refusal = self._refusal(header)
