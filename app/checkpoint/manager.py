@@ -16,8 +16,7 @@ A checkpoint is committed in this order:
 
 Invariants:
 - Only names without .tmp are complete. The one that `latest` names survives a crash of the machine.
-- An older checkpoint is deleted only after a newer one is `latest`, and the best only after `best` names a better one.
-- What `best` says follows from the accuracies in the checkpoints' state.json, so a resumed run knows the best so far.
+- `best` follows from the accuracies in the checkpoints' state.json, so a resumed run knows the best so far.
 - A failure at any moment, `kill -9` included, leaves the previous checkpoint untouched.
 - Steps 2 to 5 run in one thread, which a cancellation does not stop and which nothing else races with.
 
@@ -105,7 +104,7 @@ class CheckpointManager:
             why = f"{self.folder} cannot hold checkpoints: {files.describe(error)}"
             raise ConfigError("hydra.run.dir", self.folder.parent, "a writable folder", why) from error
 
-        # What `keep` deletes makes room; what is or will be set aside does not.
+        # Checkpoints that `keep` deletes make room; those set aside, now or at the rewind, do not.
         last = step_of(resume_point.path) if resume_point else -1
         used = sum(_bytes(checkpoint) for checkpoint in complete(self.folder) if step_of(checkpoint) <= last)
         available = shutil.disk_usage(self.folder).free + used
@@ -117,12 +116,9 @@ class CheckpointManager:
             raise ConfigError("checkpoint.keep", self.keep, advice, f"{sizes} in {self.folder}")
 
     async def save(self, trainer: Trainer, state: RunState) -> Path:
-        """Capture a checkpoint and start writing it in the background.
+        """Capture a checkpoint and start writing it in the background; return its folder, which a commit creates.
 
         Waits for the previous write first. A step that this object committed is not saved again.
-
-        Returns:
-            The checkpoint's folder, which exists once it is committed.
 
         Raises:
             CheckpointError: The previous write failed, there is not enough space, or the folder was not created within
@@ -218,10 +214,9 @@ class CheckpointManager:
             ) from None
 
     def rewind(self, path: Path) -> list[Path]:
-        """Make this checkpoint the latest, and set the later ones aside. The best is the best of those that stay.
+        """Make this checkpoint the latest, and set the later ones aside; return where those are now.
 
-        Returns:
-            Where the later ones are now.
+        The best is the best of those that stay.
         """
         with _wrap_errors(path, "be rewound to"):
             self._set_best(self._best_up_to(step_of(path)) if self.keep_best else None)
@@ -232,10 +227,9 @@ class CheckpointManager:
         return aside
 
     def start_over(self) -> list[Path]:
-        """Set every checkpoint aside: `latest` names none, but a commit may have been killed just before it did.
+        """Set every checkpoint aside; return where they are now.
 
-        Returns:
-            Where they are now.
+        `latest` names none, but a commit may have been killed just before it did.
         """
         with _wrap_errors(self.folder, "be set aside"):
             self._set_best(None)

@@ -55,12 +55,9 @@ class DevicePlacement:
         timeout_s = self.config.trainer.timeout_s
         try:
             self.locations = await _locate_bundles(self.group, self.config, self.device, timeout_s)
-        except TimeoutError:
-            raise TrainerLost(
-                f"the devices of the trainer were not reserved again within trainer.timeout_s={timeout_s:.0f} s"
-            ) from None
-        except RayError as error:
-            raise TrainerLost(f"the devices of the trainer could not be asked for: {one_line(error)}") from error
+        except (TimeoutError, RayError) as error:
+            late = f"within trainer.timeout_s={timeout_s:.0f} s"
+            raise TrainerLost(f"the trainer's devices were not reserved again {late}: {one_line(error)}") from error
 
     def rank_options(self, rank: int) -> dict[str, Any]:
         return {**resources(self.device, 1), **self._in_bundle(self._bundle_of_rank(rank))}
@@ -142,9 +139,11 @@ async def reserve(config: RunConfig, device: Device) -> DevicePlacement:
     wanted = bundles(config, device)
     group = placement_group(wanted, strategy="PACK")
 
+    timeout_s = config.cluster.timeout_s
+
     try:
         # not `group.wait`: it blocks the event loop, and cuts its timeout to whole seconds
-        async with asyncio.timeout(config.cluster.timeout_s):
+        async with asyncio.timeout(timeout_s):
             await group.ready()
     except TimeoutError:
         remove_placement_group(group)
@@ -153,19 +152,15 @@ async def reserve(config: RunConfig, device: Device) -> DevicePlacement:
         free = ray.available_resources().get(device.resource, 0)
         raise RunError(
             f"the run needs {needed:g} {device.resource} (placement={config.placement.kind.name}), the cluster has "
-            f"{total:g}, {free:g} free; waited cluster.timeout_s={config.cluster.timeout_s:.0f} s."
+            f"{total:g}, {free:g} free; waited cluster.timeout_s={timeout_s:.0f} s."
         ) from None
+
     try:
-        locations = await _locate_bundles(group, config, device, config.cluster.timeout_s)
-    except RayError as error:
+        locations = await _locate_bundles(group, config, device, timeout_s)
+    except (TimeoutError, RayError) as error:
         remove_placement_group(group)
-        raise RunError(f"the reserved bundles could not be asked for their devices: {one_line(error)}") from error
-    except TimeoutError:
-        remove_placement_group(group)
-        raise RunError(
-            "the reserved bundles did not report their nodes and devices within "
-            f"cluster.timeout_s={config.cluster.timeout_s:.0f} s"
-        ) from None
+        late = f"within cluster.timeout_s={timeout_s:.0f} s"
+        raise RunError(f"the reserved bundles did not report their devices {late}: {one_line(error)}") from error
     return DevicePlacement(group, config, device, locations)
 
 

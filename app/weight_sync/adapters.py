@@ -43,7 +43,7 @@ ADAPTER_EXTENSION: Final = "adapter_sync"  # the name under which an `AdapterSen
 
 @dataclass(frozen=True, slots=True)
 class AdapterPush:
-    """What rank 0 gathered of one policy version."""
+    """The adapter of one policy version, as rank 0 gathered it."""
 
     folder: Path | None  # in shared memory, in PEFT's form
     inline: dict[str, Any]  # without a folder: the adapter's configuration, and its tensors for one engine rank

@@ -126,9 +126,8 @@ class DeltaEncoder:
         """Gather the changes of all ranks; None if there are none, or on a rank that receives nothing.
 
         Args:
-            changes: Of this rank, by tensor.
+            changes: This rank's, by tensor.
             counts: Entries by rank and tensor: [R][T].
-            receivers: The ranks that receive the entries.
         """
         largest = max(sum(row) for row in counts)
         if not largest:

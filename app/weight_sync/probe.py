@@ -80,7 +80,7 @@ class EngineProbe:
         return bool(self._running)
 
     def start(self, version: int, engines: Sequence[RolloutEngine]) -> None:
-        """Have these engines, which hold policy `version`, sample if a probe is due. Does not wait."""
+        """Start a probe on these engines, which hold policy `version`, if one is due. Does not wait."""
         self.cancel()
         if self.probe is Probe.never or (version < self._next_version and not self._suspected):
             return
@@ -127,7 +127,7 @@ class EngineProbe:
                 self._judge(name, float(np.concatenate(differences).mean(dtype=np.float64)))
 
     def saw(self, kl: float | None) -> None:
-        """Have the next sync probed if a step's on-policy tokens differ; `kl` is their mean k3, None without any."""
+        """Probe the next sync if a step's on-policy tokens differ; `kl` is their mean k3, None without any."""
         self._suspected = kl is not None and not kl <= self.tolerance.kl
 
     def cancel(self) -> None:

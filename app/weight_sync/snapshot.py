@@ -41,11 +41,7 @@ class ShardSnapshot:
 
     @torch.no_grad()
     def diff_and_replace(self, shard: Tensor, begin: int = 0, end: int | None = None) -> Changes:
-        """Compare the elements `begin` to `end` of the shard (flat, float masters) and store what changed.
-
-        Returns:
-            Ascending positions in the shard and new values, on the shard's device.
-        """
+        """Compare the elements `begin` to `end` of the shard (flat, float masters), store and return what changed."""
         replace = _replace_on_cpu if self.device.type == "cpu" else _replace
         scratch = _scratch(min(self._chunk, self._values.numel()), self._values.dtype, self.device)
         positions = [torch.empty(0, dtype=torch.int32, device=self.device)]

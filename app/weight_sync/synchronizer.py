@@ -210,7 +210,7 @@ class BucketedWeightSynchronizer:
                 )
 
     async def _begin_update(self, engine: RolloutEngine) -> None:
-        """Open an update session; close one that a failed sync left open."""
+        # SGLang keeps the session of a failed sync open, and refuses a second one.
         try:
             await engine.update("begin_weight_update", {})
         except EngineError as error:

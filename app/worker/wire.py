@@ -79,8 +79,8 @@ class Closed:
 class Failed:
     """A job failed.
 
-    kind: One that the handler reports (raised, late, value, memory); died or late, if the worker ended while the job's
-    own code was running; lost, if the worker ended because of another job or was closed.
+    kind: The handler's (raised, late, value, memory); died or late, if the worker ended while the job's own code was
+    running; lost, if the worker ended because of another job or was closed.
     """
 
     job: int

@@ -147,19 +147,6 @@ def test_an_export_can_be_read_by_whom_the_umask_allows(tmp_path: Path) -> None:
     assert {stat.S_IMODE(each.stat().st_mode) for each in out.iterdir()} == {0o640}
 
 
-def test_the_best_checkpoint_is_exported_by_its_name_and_a_missing_one_is_refused_with_those_there(
-    tmp_path: Path,
-) -> None:
-    source = save_qwen3(tmp_path / "source")
-    run = tmp_path / "run"
-    trained(source, run)
-    best = run / "checkpoints" / "best"
-    with refused("resume", best, "step_3 is there"):
-        export_run(config_of(source, resume=str(best)), tmp_path)
-    best.write_text("step_3\n")
-    assert export_run(config_of(source, resume=str(best)), tmp_path) == run / "export"
-
-
 def test_an_export_at_the_end_of_a_run_has_a_deadline_that_names_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -75,12 +75,6 @@ def test_a_server_holds_the_adapters_of_all_policies_in_flight(overrides: list[s
     assert flags["max-lora-rank"] == config.model.lora.rank > 0
 
 
-@pytest.mark.parametrize("overrides", [["model=tiny"], ["model=tiny_lora", "mode=eval"]])
-def test_a_server_of_a_whole_model_holds_no_adapters(overrides: list[str]) -> None:
-    config = composed(*overrides)
-    assert [flag for flag in engine_flags(config, device_of(config.device.kind)) if "lora" in flag] == []
-
-
 @pytest.mark.parametrize(
     ("overrides", "requests", "tokens"),
     [

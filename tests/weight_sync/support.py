@@ -234,15 +234,6 @@ async def drop_reply(incoming: web.Request, forward: Any) -> web.Response:
     raise AssertionError
 
 
-def delay_reply(seconds: float) -> Rule:
-    async def rule(incoming: web.Request, forward: Any) -> web.Response:
-        answer = await forward()
-        await asyncio.sleep(seconds)
-        return answer
-
-    return rule
-
-
 def once(rule: Rule, at: int = 0) -> Rule:
     """Apply a rule to one request only, the `at`-th."""
     calls = iter(range(10**9))

@@ -212,14 +212,6 @@ def test_gaps_are_bytes_and_every_tensor_begins_anew(positions: list[list[int]],
     assert [decoded_positions(each).tolist() for each in flat.split(sizes)] == positions
 
 
-def test_one_percent_of_the_entries_take_three_bytes_each() -> None:
-    torch.manual_seed(0)
-    positions = (torch.rand(1_000_000) < 0.01).nonzero().squeeze(1)
-    gaps, (size,) = encode_gaps([positions.to(torch.int32)])
-    assert 1.05 < size / len(positions) < 1.12
-    assert torch.equal(decoded_positions(gaps), positions)
-
-
 @pytest.mark.parametrize(
     ("order", "refusal"),
     [

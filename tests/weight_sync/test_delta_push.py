@@ -107,22 +107,7 @@ async def swallow(incoming: Any, forward: Any) -> Any:
     return web.json_response({"success": True, "message": "Success"})
 
 
-async def repeat(incoming: Any, forward: Any) -> Any:
-    """Forward a message twice."""
-    await forward()
-    return await forward()
-
-
-@pytest.mark.parametrize(
-    ("rule", "message"),
-    [
-        (swallow, "bucket 1.* replied 'Success' instead of 'loaded message 1"),
-        (repeat, "message 1 of policy 6 is out of"),
-    ],
-)
-async def test_a_lost_or_repeated_message_fails_the_sync_and_the_next_one_is_full(
-    rule: Any, message: str, bf16: tuple[Any, Any], tmp_path: Path
-) -> None:
+async def test_a_lost_message_fails_the_sync_and_the_next_one_is_full(bf16: tuple[Any, Any], tmp_path: Path) -> None:
     trainer, engine = bf16
 
     url, key = await address_of(engine)
@@ -135,9 +120,9 @@ async def test_a_lost_or_repeated_message_fails_the_sync_and_the_next_one_is_ful
         )
         synchronizer.verifier = type(synchronizer.verifier)(Verify.never, tmp_path)
         await synchronizer.sync(5)
-        proxy.rules["/update_weights_from_tensor"] = once(rule, at=1)
+        proxy.rules["/update_weights_from_tensor"] = once(swallow, at=1)
         await trainer.call("weights", Weights.step, seed=6, size=STEP)
-        with pytest.raises(SyncError, match=message):
+        with pytest.raises(SyncError, match=r"bucket 1.* replied 'Success'"):
             await synchronizer.sync(6)
         assert (await synchronizer.sync(7)).changed_fraction is None
         after_full = await checksum(engine)

@@ -1,7 +1,6 @@
 """A sync loads exactly the trainer's weights into a real server, over both transports, idle or busy."""
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -113,48 +112,6 @@ async def test_requests_after_a_sync_use_no_cache_of_older_weights(
             completions = await engine.generate(given)
             assert {span.version for completion in completions for span in completion.spans} == {version}
             assert largest_difference(tiny_model, [given], [completions], seed=seed) < 1e-4
-
-
-def test_requests_during_a_drain_are_sampled_by_the_new_policy(trainer: Any, engine: Any, tmp_path: Path) -> None:
-    async def sampled_during_a_drain(synchronizer: Any, version: int) -> tuple[set[int], list[int]] | None:
-        """The versions of a request before the drain and of one during it; None if the drain was over before that."""
-        await synchronizer.sync(version)
-        first = asyncio.create_task(engine.generate(endless(400, version=version)))
-        await until(engine, generating, first)
-        syncing = asyncio.create_task(synchronizer.sync(version + 1))
-        met = await until(engine, draining, syncing)
-        (late, _) = await engine.generate(request())
-        await syncing
-        before = {span.version for completion in await first for span in completion.spans}
-        return (before, [span.version for span in late.spans]) if met else None
-
-    async def scenario() -> None:
-        synchronizer = await make_synchronizer("ipc", trainer, [engine], tmp_path, verify=Verify.never)
-        for version in range(20, 40, 2):  # a busy machine may look at the engine too late
-            if (sampled := await sampled_during_a_drain(synchronizer, version)) is not None:
-                assert sampled == ({version}, [version + 1])
-                return
-        pytest.fail("no drain was met")
-
-    asyncio.run(scenario())
-
-
-def generating(host: Any) -> bool:
-    return len(host._requests) > 0
-
-
-def draining(host: Any) -> bool:
-    return not host._requests._admitting.is_set()
-
-
-async def until(engine: Any, state: Callable[[Any], bool], work: "asyncio.Task[Any]") -> bool:
-    """Wait until the engine's host is in a state that `work` brings about; False if `work` ended before that."""
-    async with asyncio.timeout(60):
-        while not await engine.actor.__ray_call__.remote(state):
-            if work.done():
-                return False
-            await asyncio.sleep(0.005)
-    return True
 
 
 def test_a_token_sampled_before_a_sync_in_place_does_not_count_as_sampled_after_it(

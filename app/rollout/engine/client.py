@@ -157,7 +157,7 @@ async def parse(reply: Mapping[str, Any], version: int, *, adapted: bool = False
     Args:
         version: The request's.
         adapted: Whether an adapter of `version` sampled all tokens; the server reports the version of its own weights.
-        scored: Whether the completion is made of given tokens. The first of those is without a number.
+        scored: Whether the completion is made of given tokens, of which the first has no log-probability.
     """
     # Long replies take milliseconds each: let other requests run in between.
     await asyncio.sleep(0)

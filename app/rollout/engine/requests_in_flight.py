@@ -75,7 +75,10 @@ class RequestsInFlight:
 
     async def sample(self, request: GroupRequest, adapter: "Adapter | None") -> list[Completion]:
         """Sample or score an admitted group, which is in flight meanwhile."""
-        group = GroupInFlight(request.prompt_id, self._request_ids(request), f"{self.host_id}-{self._pauses}", adapter)
+        # Never used before: a server refuses ids of requests that were cancelled.
+        call = f"{self.host_id}-{next(self._calls)}"
+        request_ids = [f"{call}/{request.name}#{member}" for member in range(request.group_size)]
+        group = GroupInFlight(request.prompt_id, request_ids, f"{self.host_id}-{self._pauses}", adapter)
         self._groups[request.name] = group
         try:
             completions = await self._connection.race(self._sample(request, group))
@@ -131,11 +134,6 @@ class RequestsInFlight:
                 await self._connection.control("/abort_request", {"rid": request_id})
 
         await gather_or_raise(*(abort_one(each) for group in groups for each in group.request_ids))
-
-    def _request_ids(self, request: GroupRequest) -> list[str]:
-        """Return one id per member, never used before: a server refuses ids of requests that were cancelled."""
-        call = f"{self.host_id}-{next(self._calls)}"
-        return [f"{call}/{request.name}#{member}" for member in range(request.group_size)]
 
     async def _sample(self, request: GroupRequest, group: GroupInFlight) -> list[Completion]:
         """Sample a group. Raises `EngineError` if the server aborted a request by itself."""

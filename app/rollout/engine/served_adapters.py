@@ -41,8 +41,8 @@ class Adapters:
     """Loads and unloads the adapters of one server.
 
     Args:
-        host_id: Tells the names of several hosts of one server apart.
-        limit: The most adapters that the server may have loaded.
+        host_id: Makes the names of several hosts of one server different.
+        limit: Maximum of adapters that the server may have loaded.
         abort_timeout_s: Seconds until aborted requests must have ended.
         post: Posts to the server. Raises `EngineError`.
         abort: Aborts the requests in flight that name an adapter.

@@ -143,7 +143,8 @@ class Server:
         return next((phase for line, phase in START_PHASES if line in log), EngineStart.importing)
 
     def refused_address(self) -> str | None:
-        """Return the server's address if it could not listen there. SGLang does not end then."""
+        """Return the server's address if it could not listen there."""
+        # SGLang does not end then, but waits for its own warm-up forever: only its log has the error.
         if BIND_ERROR not in self._own_log():
             return None
         return f"{bracketed(self.spec.host)}:{self.spec.port}"
@@ -161,7 +162,8 @@ class Server:
         return "\n".join(f"  | {line}" for line in wrong or last)
 
     async def stop(self) -> None:
-        """Kill the process group. A server has nothing to save, and its own shutdown takes seconds."""
+        """Kill the process group."""
+        # SIGKILL at once: a server has nothing to save, and its own shutdown takes seconds.
         if self._process is not None:
             self._kill_process_group()
             await asyncio.wait_for(self._process.wait(), STOP_TIMEOUT_S)

@@ -49,7 +49,7 @@ class IpcSender(Sender):
     def ipc_handle(self, index: int) -> str | None:
         from app.weight_sync.transport.ipc_payload import serialize_bucket
 
-        # A handle that nobody opens keeps its buffer on the device, also when it is freed.
+        # An unopened handle keeps its buffer's memory on the device, also when the buffer is freed.
         if self.rank_index // self.tensor_parallel not in self.engines:
             return None
         slot = index % BUFFERS

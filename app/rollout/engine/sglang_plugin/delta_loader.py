@@ -4,7 +4,7 @@ A delta message is a bucket like any other, so every transport carries it. Its t
 size, which keeps each of them aligned: tensors that are sent in full, the changed entries of all others, and a header.
 An entry is a position in its tensor's flat checkpoint form and the new value. Only the gap to the previous position is
 sent, in a byte: the number of unchanged elements in between. Byte 255 has no entry and stands for 255 unchanged
-elements. With 16-bit values of which 1 % changed, an entry takes about three bytes.
+elements. With 1 % of the 16-bit values changed, an entry takes about three bytes.
 
     full float32 │ full 16-bit │ delta.values │ delta.header uint8 (JSON) │ delta.gaps uint8
 
@@ -46,7 +46,7 @@ VALUE_BYTES = 2
 
 @dataclass(frozen=True, slots=True)
 class SparseTensorMeta:
-    """A tensor of which only the changed entries are sent."""
+    """A tensor that is sent as its changed entries."""
 
     name: str  # in the checkpoint
     shape: tuple[int, ...]
@@ -135,7 +135,10 @@ class DeltaLoader:
         failure = self._failure_on_any_rank(header.changed, hits, failure)
         if failure is not None:
             return False, f"message {header.index} of policy {header.version} was not loaded: {failure}"
-        self._advance(header)
+        if header.index + 1 == header.messages:
+            self.synced_version = header.version
+        else:
+            self._next = (header.version, header.base, header.index + 1)
         return True, header.reply
 
     def _refusal(self, header: DeltaHeader) -> str | None:
@@ -161,12 +164,6 @@ class DeltaLoader:
             if count < tensor.entries:
                 return f"{tensor.name}: {count} of {tensor.entries} entries were written"
         return None
-
-    def _advance(self, header: DeltaHeader) -> None:
-        if header.index + 1 == header.messages:
-            self.synced_version = header.version
-        else:
-            self._next = (header.version, header.base, header.index + 1)
 
     def _reset(self) -> None:
         self.synced_version = None
