@@ -18,7 +18,7 @@ import pickle
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -150,30 +150,15 @@ def serialize(tensors: "dict[str, Tensor]") -> str:
     return base64.b64encode(pickled.getvalue()).decode()
 
 
+@dataclass(eq=False)
 class AdapterSynchronizer:
-    """Implements `WeightSynchronizer` (app/protocols.py).
+    """Implements `WeightSynchronizer` (app/protocols.py), with the lifecycle of `BucketedWeightSynchronizer`."""
 
-    Lifecycle: as `BucketedWeightSynchronizer`.
-
-    Args:
-        tensor_parallel: Ranks of an engine.
-        one_machine: Whether the engines see the shared memory of trainer rank 0; else they get the bytes over HTTP.
-    """
-
-    def __init__(
-        self,
-        trainer: RemoteTrainer,
-        engines: Sequence[RolloutEngine],
-        config: WeightSyncConfig,
-        *,
-        tensor_parallel: int,
-        one_machine: bool,
-    ):
-        self.trainer = trainer
-        self.engines = dict(enumerate(engines))  # by engine index
-        self.config = config
-        self.tensor_parallel = tensor_parallel
-        self.one_machine = one_machine
+    trainer: RemoteTrainer
+    engines: dict[int, RolloutEngine]  # by engine index
+    config: WeightSyncConfig
+    tensor_parallel: int  # ranks of an engine
+    one_machine: bool  # the engines see the shared memory of trainer rank 0; else they get the bytes over HTTP
 
     async def prepare(self) -> None:
         await self.trainer.attach(ADAPTER_EXTENSION, AdapterSender)

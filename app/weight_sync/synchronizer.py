@@ -16,6 +16,7 @@ broadcast and reply together.
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -50,6 +51,7 @@ TRANSPORTS: Mapping[TransportKind, Callable[..., Transport]] = {
 }
 
 
+@dataclass(eq=False)
 class BucketedWeightSynchronizer:
     """Implements `WeightSynchronizer` (app/protocols.py).
 
@@ -57,28 +59,17 @@ class BucketedWeightSynchronizer:
     trainer ranks were lost, and again `prepare` → `close` once.
     """
 
-    def __init__(
-        self,
-        trainer: RemoteTrainer,
-        engines: Sequence[RolloutEngine],
-        config: WeightSyncConfig,
-        transport: Transport,
-        verifier: Verifier,
-        *,
-        in_flight: InFlight,
-        tensor_parallel: int,
-    ):
-        self.trainer = trainer
-        self.engines = dict(enumerate(engines))  # by engine index, which determines an engine's devices
-        self.config = config
-        self.transport = transport
-        self.verifier = verifier
-        self.in_flight = in_flight
-        self.tensor_parallel = tensor_parallel  # ranks of an engine
-        self._buckets: Sequence[Bucket] = ()
-        self._members_changed = False  # since the transport connected
-        self._synced_version: int | None = None  # that every engine is known to hold
-        self._deltas = 0  # since the last full sync
+    trainer: RemoteTrainer
+    engines: dict[int, RolloutEngine]  # by engine index, which determines an engine's devices
+    config: WeightSyncConfig
+    transport: Transport
+    verifier: Verifier
+    in_flight: InFlight
+    tensor_parallel: int  # ranks of an engine
+    _buckets: Sequence[Bucket] = ()
+    _members_changed: bool = False  # since the transport connected
+    _synced_version: int | None = None  # that every engine is known to hold
+    _deltas: int = 0  # since the last full sync
 
     async def prepare(self) -> None:
         """Attach the senders and plan the buckets. The next sync is full."""
@@ -275,16 +266,12 @@ def make_synchronizer(
     `one_machine`: whether trainer ranks and engines share a machine, and with it the shared memory of its processes.
     """
     tensor_parallel = config.rollout.tensor_parallel
+    indexed = dict(enumerate(engines))
     if config.model.lora.enabled:
         from app.weight_sync.adapters import AdapterSynchronizer
 
-        return AdapterSynchronizer(
-            trainer,
-            engines,
-            config.weight_sync,
-            tensor_parallel=tensor_parallel,
-            one_machine=one_machine and not config.rollout.urls,
-        )
+        one_machine = one_machine and not config.rollout.urls
+        return AdapterSynchronizer(trainer, indexed, config.weight_sync, tensor_parallel, one_machine)
 
     kind = transport_of(config.weight_sync, shared_devices=config.shared_devices, device=device.kind)
     target = config.weight_sync._target_
@@ -293,11 +280,5 @@ def make_synchronizer(
 
     verifier = Verifier(config.weight_sync.verify, folder / "verify")
     return BucketedWeightSynchronizer(
-        trainer,
-        engines,
-        config.weight_sync,
-        transport,
-        verifier,
-        in_flight=config.placement.in_flight,
-        tensor_parallel=tensor_parallel,
+        trainer, indexed, config.weight_sync, transport, verifier, config.placement.in_flight, tensor_parallel
     )

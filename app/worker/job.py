@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from app.worker.wire import Close, Closed, Failed, Request
@@ -10,40 +11,24 @@ from app.worker.wire import Close, Closed, Failed, Request
 ABORTED = "it was aborted"
 
 
+@dataclass(eq=False)
 class Job:
     """One job that runs in a worker.
 
     Lifecycle: `next` until it returns the last message; `close` at any time.
-
-    Args:
-        number: Of the job, unique in its pool.
-        kill_worker: Ends the worker, given the kind of the failure and a text.
-
-    Attributes:
-        sent_s: When the worker last got a message about this job, as `time.monotonic()`.
-        closing_s: When it got the message to abort it, or None.
-        force: It was cancelled, and its worker is killed after a few seconds.
-        failure: How the job failed; None before its end, and if it ended well or was aborted.
     """
 
-    def __init__(
-        self,
-        number: int,
-        send: Callable[[Any], None],
-        kill_worker: Callable[[str, str], None],
-        on_end: Callable[["Job"], None],
-    ) -> None:
-        self.number = number
-        self.sent_s = time.monotonic()
-        self.closing_s: float | None = None
-        self.force = False
-        self.failure: Failed | None = None
-        self._kill_worker = kill_worker
-        self._send = send
-        self._on_end = on_end
-        self._messages: asyncio.Queue[Any] = asyncio.Queue()
-        self._requests: set[int] = set()
-        self._ended = asyncio.Event()
+    number: int  # unique in its pool
+    _send: Callable[[Any], None]
+    _kill_worker: Callable[[str, str], None]  # kind of the failure, text
+    _on_end: Callable[["Job"], None]
+    sent_s: float = field(default_factory=time.monotonic)  # when the worker last got a message about this job
+    closing_s: float | None = None  # when it got the message to abort it
+    force: bool = False  # it was cancelled, and its worker is killed after a few seconds
+    failure: Failed | None = None  # None before its end, and if it ended well or was aborted
+    _messages: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
+    _requests: set[int] = field(default_factory=set)
+    _ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def waits(self) -> bool:

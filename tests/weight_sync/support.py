@@ -129,7 +129,7 @@ async def make_synchronizer(
     )
     synchronizer = BucketedWeightSynchronizer(
         trainer,
-        engines,
+        dict(enumerate(engines)),
         config,
         implementation,
         Verifier(verify, folder / "verify"),

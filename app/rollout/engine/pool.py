@@ -12,6 +12,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
@@ -161,13 +162,13 @@ class EnginePool:
         self._counted_until = now
 
 
+@dataclass(eq=False, slots=True)
 class StickyEngine:
     """The engine of a group of episodes. It changes only when that engine is lost."""
 
-    def __init__(self, pool: EnginePool, episodes: int):
-        self._pool = pool
-        self._episodes = episodes
-        self._index: int | None = None
+    _pool: EnginePool
+    _episodes: int
+    _index: int | None = None
 
     @asynccontextmanager
     async def engine(self) -> AsyncIterator[tuple[str, RolloutEngine]]:

@@ -16,6 +16,7 @@ import asyncio
 import secrets
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from app.errors import SyncError, one_line
@@ -96,17 +97,17 @@ class BroadcastSender(Sender):
             process_group.abort()
 
 
+@dataclass(eq=False)
 class CollectiveTransport:
     """The driver's half. Implements `Transport`."""
 
     sender = BroadcastSender
     route = "update_weights_from_distributed"  # deltas: sglang_plugin/delta_loader.py:DeltaLoader.from_collective
 
-    def __init__(self, *, backend: str, tensor_parallel: int):
-        self.backend = backend
-        self.tensor_parallel = tensor_parallel
-        self._name: str | None = None  # of the process group in use
-        self._members: list[RolloutEngine] = []
+    backend: str
+    tensor_parallel: int
+    _name: str | None = None  # of the process group in use
+    _members: list[RolloutEngine] = field(default_factory=list)
 
     async def connect(self, deadline: Deadline, trainer: RemoteTrainer, engines: Sequence[RolloutEngine]) -> bool:
         if self._name is not None:
