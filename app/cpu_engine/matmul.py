@@ -108,7 +108,7 @@ def _addmm_inplace(before: Before, total: Tensor, a: Tensor, b: Tensor, *, beta:
     return total.copy_(product.mul_(alpha)) if beta == 0 else total.mul_(beta).add_(product, alpha=alpha)
 
 
-OPERATORS = {"mm": _mm, "mm.out": _mm_out, "addmm": _addmm, "addmm_": _addmm_inplace}
+OPERATORS: dict[str, Callable[..., Tensor]] = {"mm": _mm, "mm.out": _mm_out, "addmm": _addmm, "addmm_": _addmm_inplace}
 
 
 def _override(name: str) -> Callable[..., Tensor]:

@@ -31,22 +31,13 @@ def occupied(ray_session: None) -> Iterator[PlacementGroup]:
     remove_placement_group(group)
 
 
-async def test_devices_that_are_free_are_seen_at_once(ray_session: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without `PlacementGroup.wait(0.25)`, which waits for 0 s: it misses a group that is ready, for up to minutes."""
-    fractions = []
-    wait = PlacementGroup.wait
-
-    def recorded(group: PlacementGroup, timeout_seconds: float) -> bool:
-        fractions.append(timeout_seconds % 1)
-        return wait(group, timeout_seconds)
-
-    monkeypatch.setattr(PlacementGroup, "wait", recorded)
+async def test_devices_that_are_free_are_seen_at_once(ray_session: None) -> None:
+    """`PlacementGroup.wait(0.25)` waits for 0 s: it misses a group that is ready, for up to minutes."""
     with_deadline(60.0)
 
     async with asyncio.timeout(15):  # milliseconds each
         for _ in range(12):
             remove_placement_group((await reserve(CONFIG, DEVICE)).group)
-    assert not any(fractions)  # Ray cuts them off
 
 
 def test_devices_that_are_freed_end_the_wait(occupied: PlacementGroup) -> None:

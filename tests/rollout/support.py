@@ -125,6 +125,17 @@ def without_end(model: Path, folder: Path) -> Path:
     return copy
 
 
+def install_plugin(folder: Path, module: str, code: str | None = None) -> dict[str, str]:
+    """Return the PYTHONPATH with which SGLang finds `module:load` as a plugin in `folder`, which gets its `code`."""
+    metadata = folder / f"{module.replace('.', '_')}-1.0.dist-info"
+    metadata.mkdir(parents=True, exist_ok=True)
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{module} = {module}:load\n")
+    if code is not None:
+        (folder / f"{module}.py").write_text(code)
+    return {"PYTHONPATH": os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])}
+
+
 def process_group(leader: int) -> list[psutil.Process]:
     """The processes of a process group that still run, by the leader's pid."""
     return [process for process in psutil.process_iter() if _group_of(process) == leader and _alive(process)]

@@ -23,6 +23,7 @@ from tests.rollout.support import (
     KEY,
     host_spec,
     in_flight,
+    install_plugin,
     process_group,
     remote,
     request,
@@ -50,16 +51,6 @@ def add(original, scheduler, req, *args, **kwargs):
 """
 
 
-def plugin_folder(folder: Path) -> Path:
-    """A folder for PYTHONPATH in which SGLang finds `PLUGIN`, as if it were installed."""
-    metadata = folder / "faulty-1.0.dist-info"
-    metadata.mkdir()
-    (folder / "faulty_plugin.py").write_text(PLUGIN)
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: faulty\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text("[sglang.srt.plugins]\nfaulty = faulty_plugin:load\n")
-    return folder
-
-
 @dataclass(frozen=True)
 class OwnServer:
     """A server that its host started."""
@@ -74,9 +65,9 @@ class OwnServer:
 def own(ray_session: None, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OwnServer]:
     """Completions end at their token limit, and 4 are sampled at a time; the last test of this module kills it."""
     folder = tmp_path_factory.mktemp("own")
-    path = os.pathsep.join([str(plugin_folder(folder)), *filter(None, [os.environ.get("PYTHONPATH")])])
+    plugin = install_plugin(folder, "faulty_plugin", PLUGIN)
     server = server_spec(without_end(tiny_model, folder), folder, name="engine 5", max_running_requests=4)
-    server = replace(server, environment={**server.environment, "PYTHONPATH": path}, fork=None)
+    server = replace(server, environment={**server.environment, **plugin}, fork=None)
     engine = remote(host_spec(folder, name="engine 5", server=server))
     info = asyncio.run(engine.start(300))
     yield OwnServer(engine, info["url"], info["pid"], server.log)

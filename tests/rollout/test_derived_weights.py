@@ -1,6 +1,5 @@
 """What an engine derived from its weights follows them, however they are loaded."""
 
-import asyncio
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -9,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import ray
 import torch
 
 from app.cluster.actors import cores_of_ranks
@@ -21,7 +19,7 @@ from app.weight_sync.sender import Sender
 from app.weight_sync.transport.base import SENDER_EXTENSION
 from tests.rollout.caching_double import REFRESHED, environment
 from tests.rollout.support import host_spec, noisy_model, remote, request, server_spec, transformers_logprobs
-from tests.weight_sync.support import make_synchronizer, make_trainer, set_weights, started
+from tests.weight_sync.support import make_synchronizer, make_trainer, running, set_weights
 
 CACHED = ("o_proj.weight", "down_proj.weight")  # by the double
 BF16_ERROR = 0.1  # nats, on average
@@ -66,16 +64,8 @@ def caching(ray_session: None, tiny_model: Path, tmp_path_factory: pytest.TempPa
     variables = environment(folder, REFRESHED) | {"SGLANG_CPU_OMP_THREADS_BIND": cores_of_ranks(os.cpu_count() or 1, 2)}
     server = replace(server, environment={**server.environment, **variables}, fork=None)
     engine = remote(host_spec(folder, name="engine 0", server=server))
-    trainer = make_trainer(tiny_model, folder, ranks=2, dtype=Dtype.bfloat16)
-
-    async def both() -> None:
-        await asyncio.gather(engine.start(300), started(trainer))
-
-    asyncio.run(both())
-    yield trainer, engine
-    asyncio.run(engine.stop())
-    for actor in (engine.actor, *trainer.ranks):
-        ray.kill(actor)
+    with running(engine, make_trainer(tiny_model, folder, ranks=2, dtype=Dtype.bfloat16)) as both:
+        yield both
 
 
 @pytest.mark.slow

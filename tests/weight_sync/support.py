@@ -4,7 +4,8 @@ import asyncio
 import json
 import secrets
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,23 @@ async def started(trainer: Any, *, weights: bool = True) -> Any:
     if weights:
         await trainer.attach("weights", Weights)
     return trainer
+
+
+@contextmanager
+def running(engine: Any, trainer: Any) -> Iterator[tuple[Any, Any]]:
+    """Start an engine and a trainer, and end both after the block. Yields trainer, engine."""
+    import ray
+
+    async def start() -> None:
+        await asyncio.gather(engine.start(300), started(trainer))
+
+    asyncio.run(start())
+    try:
+        yield trainer, engine
+    finally:
+        asyncio.run(engine.stop())
+        for actor in (engine.actor, *trainer.ranks):
+            ray.kill(actor)
 
 
 async def make_synchronizer(

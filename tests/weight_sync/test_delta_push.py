@@ -1,6 +1,5 @@
 """Delta syncs into a real engine leave the same weights as a full sync."""
 
-import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,8 @@ from tests.weight_sync.support import (
     make_trainer,
     once,
     request,
+    running,
     set_weights,
-    started,
 )
 
 STEP = 1e-5
@@ -31,20 +30,10 @@ STEP = 1e-5
 @pytest.fixture(scope="module")
 def bf16(ray_session: None, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]]:
     """A trainer rank and an engine in bfloat16."""
-    import ray
-
     folder = tmp_path_factory.mktemp("bf16")
     engine = make_engine(tiny_model, folder, dtype="bfloat16", max_total_tokens=2048)
-    trainer = make_trainer(tiny_model, folder, dtype=Dtype.bfloat16)
-
-    async def both() -> None:
-        await asyncio.gather(engine.start(300), started(trainer))
-
-    asyncio.run(both())
-    yield trainer, engine
-    asyncio.run(engine.stop())
-    for actor in (engine.actor, *trainer.ranks):
-        ray.kill(actor)
+    with running(engine, make_trainer(tiny_model, folder, dtype=Dtype.bfloat16)) as both:
+        yield both
 
 
 async def checksums_after_full_sync(trainer: Any, engines: list[Any], folder: Path, **shape: Any) -> list[list[str]]:
