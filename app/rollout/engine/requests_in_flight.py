@@ -29,7 +29,7 @@ class GroupInFlight:
     request_ids: list[str]  # SGLang's
     cache_key: str  # prefixes are reused only within one
     adapter: "Adapter | None" = None
-    abort_asked: bool = False
+    abort_requested: bool = False
     paused_in_place: bool = False  # a sync in place may have happened meanwhile
 
 
@@ -117,7 +117,7 @@ class RequestsInFlight:
             return
 
         for group in self._groups.values():
-            group.abort_asked = True
+            group.abort_requested = True
         self._abort_alls += 1
         await self._connection.control("/abort_request", {"abort_all": True, "rid": ""})
 
@@ -126,7 +126,7 @@ class RequestsInFlight:
 
     async def _abort(self, groups: Sequence[GroupInFlight]) -> None:
         for group in groups:
-            group.abort_asked = True
+            group.abort_requested = True
         limit = asyncio.Semaphore(MAX_ABORT_CALLS)
 
         async def abort_one(request_id: str) -> None:
@@ -148,7 +148,7 @@ class RequestsInFlight:
         )
 
         reasons = [reply.abort_reason for reply in replies if reply.abort_reason is not None]
-        if reasons and not group.abort_asked:
+        if reasons and not group.abort_requested:
             raise EngineError(
                 f"{self._name} aborted {len(reasons)} of {len(replies)} completions of prompt {request.name} "
                 f"by itself: {reasons[0]}"
