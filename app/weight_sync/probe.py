@@ -20,7 +20,7 @@ Invariants:
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -50,6 +50,7 @@ class Tolerance:
 TOLERANCES = {Dtype.float32: Tolerance(1e-3, 1e-6), Dtype.bfloat16: Tolerance(0.15, 0.02)}
 
 
+@dataclass(eq=False)
 class EngineProbe:
     """Probes the engines of a run.
 
@@ -60,20 +61,22 @@ class EngineProbe:
         await probe.check(trainer)                   # the trainer still holds policy 7
     """
 
-    def __init__(self, probe: Probe, dtype: Dtype, warn: Callable[[str], None]):
-        self.probe = probe
-        self.dtype = dtype
-        self.tolerance = TOLERANCES[dtype]
-        self.warn = warn
-        self._next_version = 0  # that is probed
-        self._first_left = FIRST
-        self._retry = 1  # versions until the next probe if engines are late
-        self._suspected = False  # by the tokens of a step
-        self._started_s = time.monotonic()
-        self._waited_s = 0.0
-        self._version = 0  # of the probe that runs
-        self._prompt = np.zeros(0, dtype=np.int32)
-        self._running: dict[str, asyncio.Task[list[Completion]]] = {}  # by the engine's name
+    probe: Probe
+    dtype: Dtype
+    warn: Callable[[str], None]
+    _next_version: int = 0  # that is probed
+    _first_left: int = FIRST
+    _retry: int = 1  # versions until the next probe if engines are late
+    _suspected: bool = False  # by the tokens of a step
+    _started_s: float = field(default_factory=time.monotonic)
+    _waited_s: float = 0.0
+    _version: int = 0  # of the probe that runs
+    _prompt: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
+    _running: dict[str, asyncio.Task[list[Completion]]] = field(default_factory=dict)  # by the engine's name
+
+    @property
+    def tolerance(self) -> Tolerance:
+        return TOLERANCES[self.dtype]
 
     @property
     def running(self) -> bool:

@@ -51,14 +51,20 @@ def _seed(host: Any) -> object:
     return host.spec.server.flags["random-seed"]
 
 
-def test_a_rank_sets_its_variables_before_torch_is_imported(factory: EngineFactory, tmp_path: Path) -> None:
-    trainer = make_trainer(factory.config, factory.device, tmp_path, tmp_path, factory.placement)
+def test_a_rank_sets_its_variables_before_torch_is_imported(
+    factory: EngineFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TASK_QUEUE_ENABLE", raising=False)
+    monkeypatch.setenv("CPU_AFFINITY_CONF", "0")
+    device = replace(factory.device, trainer_defaults=device_of(DeviceKind.npu).trainer_defaults)
+    trainer = make_trainer(factory.config, device, tmp_path, tmp_path, factory.placement)
     (rank,) = trainer.ranks
     variables, imported = ray.get(rank.__ray_call__.remote(_variables_and_torch), timeout=120)
     ray.kill(rank)
     assert not imported
     assert factory.device.trainer_env.items() <= variables.items()
     assert variables["PYTHONUTF8"] == "1"
+    assert (variables["CPU_AFFINITY_CONF"], variables["TASK_QUEUE_ENABLE"]) == ("0", "2")
 
 
 def _variables_and_torch(_: Any) -> tuple[dict[str, str], bool]:
@@ -105,22 +111,6 @@ def test_the_users_own_variables_win(name: str, monkeypatch: pytest.MonkeyPatch)
     found = environment_of(*NPU_ASYNC)
     assert (found["TASK_QUEUE_ENABLE"], found["CPU_AFFINITY_CONF"]) == ("0", "2")
     assert "PYTORCH_NPU_ALLOC_CONF" not in found  # a rank inherits the user's
-
-
-def test_the_variables_reach_the_ranks(factory: EngineFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TASK_QUEUE_ENABLE", raising=False)
-    monkeypatch.setenv("CPU_AFFINITY_CONF", "0")
-    defaults = device_of(DeviceKind.npu).trainer_defaults
-    device = replace(factory.device, trainer_defaults=defaults)
-    trainer = make_trainer(factory.config, device, tmp_path, tmp_path, factory.placement)
-    (rank,) = trainer.ranks
-    found = ray.get(rank.__ray_call__.remote(_variables, sorted(defaults)), timeout=120)
-    ray.kill(rank)
-    assert found == ["0", "2"]
-
-
-def _variables(_: Any, names: list[str]) -> list[str | None]:
-    return [os.environ.get(name) for name in names]
 
 
 @pytest.mark.parametrize(

@@ -86,21 +86,18 @@ def test_a_cut_changes_what_is_sampled_and_not_the_logprobs_that_are_reported(
     assert largest_difference(tiny_model, [given], [completions]) < 1e-4
 
 
-def test_a_completion_ends_with_its_stop_string_whose_tokens_have_logprobs(
+async def test_a_completion_ends_with_its_stop_string_whose_tokens_have_logprobs(
     ray_session: None, tiny_model: Path, tmp_path: Path
 ) -> None:
     given = request(group_size=16, temperature=HOT, max_tokens=LONG)
     given = replace(given, sampling=replace(given.sampling, stop=("7", "12")))
 
-    async def run() -> list[Completion]:
-        started = make_engine(tiny_model, tmp_path, name="engine 2", skip_tokenizer_init=False)
-        await started.start(300)
-        try:
-            return await started.generate(given)
-        finally:
-            await started.end()
-
-    completions = asyncio.run(run())
+    started = make_engine(tiny_model, tmp_path, name="engine 2", skip_tokenizer_init=False)
+    await started.start(300)
+    try:
+        completions = await started.generate(given)
+    finally:
+        await started.end()
     assert_whole(completions, given)
     assert {completion.finish_reason for completion in completions} == {FinishReason.stop}
     vocabulary = (*SPECIAL, *CHARACTERS)

@@ -61,6 +61,7 @@ class ServerSpec:
         return [*module_command("app.rollout.engine.launcher"), *self.arguments()]
 
 
+@dataclass(eq=False)
 class Server:
     """A server process.
 
@@ -69,11 +70,10 @@ class Server:
         2. `died` waits for the end of the process; `stop` kills it.
     """
 
-    def __init__(self, spec: ServerSpec):
-        self.spec = spec
-        self._reserved: socket.socket | None = None
-        self._process: ServerProcess | None = None
-        self._log_start = 0  # bytes that earlier servers left in the log
+    spec: ServerSpec
+    _reserved: socket.socket | None = None
+    _process: ServerProcess | None = None
+    _log_start: int = 0  # bytes that earlier servers left in the log
 
     async def start(self) -> None:
         """Start the process.
