@@ -44,26 +44,10 @@ def server_spec(model: Path, folder: Path, *, name: str, **flags: Any) -> Server
     return replace(conftest.server_spec(model, folder, name=name, **flags), key=KEY)
 
 
-def host_spec(
-    folder: Path,
-    *,
-    name: str,
-    server: ServerSpec | None = None,
-    url: str | None = None,
-    key: str | None = None,
-    start_timeout_s: float = 300,
-    stall_timeout_s: float = 60,
-) -> HostSpec:
-    return HostSpec(
-        name=name,
-        start_timeout_s=start_timeout_s,
-        stall_timeout_s=stall_timeout_s,
-        releases_memory=False,
-        log=folder / f"{name.replace(' ', '_')}_host.log",
-        server=server,
-        url=url,
-        key=key,
-    )
+def host_spec(folder: Path, *, name: str, **settings: Any) -> HostSpec:
+    log = folder / f"{name.replace(' ', '_')}_host.log"
+    spec = HostSpec(name, start_timeout_s=300, stall_timeout_s=60, releases_memory=False, log=log)
+    return replace(spec, **settings)
 
 
 def remote(spec: HostSpec) -> RemoteEngine:

@@ -110,16 +110,11 @@ async def failure(url: str, *, key: str | None = None, seconds: float | None = 1
         await client.close()
 
 
-async def refused(_: web.Request) -> web.Response:
-    return web.json_response({"success": False, "message": "there is no such group"})
+def replying(text: str, status: int = 200) -> Handler:
+    async def reply(_: web.Request) -> web.Response:
+        return web.Response(status=status, text=text)
 
-
-async def broken(_: web.Request) -> web.Response:
-    return web.Response(status=500, text="Internal Server Error")
-
-
-async def locked(_: web.Request) -> web.Response:
-    return web.json_response({"error": "Unauthorized"}, status=401)
+    return reply
 
 
 async def silent(_: web.Request) -> web.Response:
@@ -136,16 +131,18 @@ async def hanging_up(given: web.Request) -> web.Response:
 @pytest.mark.parametrize(
     ("handler", "sentence"),
     [
-        (refused, "engine 1: /flush was refused (HTTP 200): there is no such group"),
-        (broken, "engine 1: /flush was refused (HTTP 500): Internal Server Error"),
-        (locked, "engine 1 at {url} refused our key (HTTP 401)"),
-        (silent, "engine 1: no answer to /flush within 1 s"),
-        (hanging_up, "engine 1: /flush failed: ServerDisconnectedError: Server disconnected"),
+        (replying('{"success": false, "message": "no such group"}'), "/flush was refused (HTTP 200): no such group"),
+        (replying("Internal Error", 500), "/flush was refused (HTTP 500): Internal Error"),
+        (replying('{"error": "Unauthorized"}', 401), "at {url} refused our key (HTTP 401)"),
+        (silent, "no answer to /flush within 1 s"),
+        (hanging_up, "/flush failed: ServerDisconnectedError"),
     ],
 )
 async def test_a_call_that_fails_says_which_engine_and_why(handler: Handler, sentence: str) -> None:
     async with serving(flush=handler) as url:
-        assert str(await failure(url)) == sentence.format(url=url)
+        error = str(await failure(url))
+        assert error.startswith("engine 1")
+        assert sentence.format(url=url) in error
 
 
 def test_a_server_that_accepts_no_connection_is_a_lost_connection(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,10 +159,6 @@ def test_a_server_that_accepts_no_connection_is_a_lost_connection(monkeypatch: p
     assert "engine 1: /flush failed: ConnectionTimeoutError" in str(error)
 
 
-async def good(_: web.Request) -> web.Response:
-    return web.json_response({})
-
-
 async def test_the_members_of_a_group_have_their_own_request_ids(ray_session: None, tmp_path: Path) -> None:
     bodies: list[dict[str, Any]] = []
 
@@ -174,7 +167,7 @@ async def test_the_members_of_a_group_have_their_own_request_ids(ray_session: No
         bodies.append(body)
         return web.json_response([answer([(-0.5, 7)], "stop") for _ in body["rid"]])
 
-    async with serving(health=good, server_info=good, generate=generate) as url:
+    async with serving(health=replying("{}"), server_info=replying("{}"), generate=generate) as url:
         engine = remote(host_spec(tmp_path, name="engine 1", url=url))
         await engine.start(60)
         for name in ("data/0@0", "data/0@1", "data/1@0", "data/0@0"):

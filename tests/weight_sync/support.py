@@ -17,10 +17,9 @@ from app.config.algorithm import AlgorithmConfig, Correction
 from app.config.device import DeviceKind, Dtype
 from app.config.model import LoraConfig
 from app.config.trainer import TrainerConfig
-from app.config.weight_sync import SyncMode, Verify, WeightSyncConfig
+from app.config.weight_sync import Verify, WeightSyncConfig
 from app.types import GroupRequest, InFlight, Sampling
 from app.weight_sync.synchronizer import BucketedWeightSynchronizer
-from app.weight_sync.transport.base import Transport
 from app.weight_sync.transport.collective import CollectiveTransport
 from app.weight_sync.transport.ipc import IpcTransport
 from app.weight_sync.verify import Verifier
@@ -121,35 +120,20 @@ async def make_synchronizer(
     engines: list[Any],
     folder: Path,
     *,
-    bucket_mib: float = 512.0,
     verify: Verify = Verify.first,
     in_flight: InFlight = InFlight.drain,
-    timeout_s: float = 60.0,
     tensor_parallel: int = 1,
-    mode: SyncMode = SyncMode.full,
-    full_every: int = 0,
     backend: str = "gloo",
-    rebuild_group: bool = False,
+    **settings: Any,
 ) -> BucketedWeightSynchronizer:
-    """Create and prepare a synchronizer."""
-    implementation: Transport
-    if transport == "ipc":
-        implementation = IpcTransport(tensor_parallel=tensor_parallel)
-    else:
-        implementation = CollectiveTransport(backend=backend, tensor_parallel=tensor_parallel)
-    config = WeightSyncConfig(
-        bucket_mib=bucket_mib,
-        verify=verify,
-        timeout_s=timeout_s,
-        mode=mode,
-        full_every=full_every,
-        rebuild_group=rebuild_group,
-    )
+    """Create and prepare a synchronizer. `settings` are those of `weight_sync`."""
+    config = WeightSyncConfig(verify=verify, **{"bucket_mib": 512.0, "timeout_s": 60.0, **settings})
+    make = IpcTransport if transport == "ipc" else CollectiveTransport
     synchronizer = BucketedWeightSynchronizer(
         trainer,
         dict(enumerate(engines)),
         config,
-        implementation,
+        make(backend=backend, tensor_parallel=tensor_parallel),
         Verifier(verify, folder / "verify"),
         in_flight=in_flight,
         tensor_parallel=tensor_parallel,
