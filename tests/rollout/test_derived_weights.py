@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -14,11 +13,11 @@ from app.cluster.actors import cores_of_ranks
 from app.config.device import Dtype
 from app.config.weight_sync import SyncMode, Verify
 from app.rollout.engine.sglang_plugin.patches import TRANSPOSED, refresh_convolutions
-from app.types import Completion, GroupRequest
 from app.weight_sync.sender import Sender
 from app.weight_sync.transport.base import SENDER_EXTENSION
+from tests.rollout.adapters import logprobs_differ
 from tests.rollout.caching_double import REFRESHED, environment
-from tests.rollout.support import host_spec, noisy_model, remote, request, server_spec, transformers_logprobs
+from tests.rollout.support import host_spec, noisy_model, remote, request, server_spec
 from tests.weight_sync.support import make_synchronizer, make_trainer, running, set_weights
 
 CACHED = ("o_proj.weight", "down_proj.weight")  # by the double
@@ -85,8 +84,8 @@ async def test_an_engine_that_keeps_copies_computes_with_the_weights_that_it_loa
     policy = noisy_model(export, 0)
     given = request(group_size=8, max_tokens=24)
     completions = await engine.generate(given)
-    assert mean_difference(policy, completions, given) < BF16_ERROR
-    assert mean_difference(with_old_copies(policy, tiny_model), completions, given) > 4 * BF16_ERROR
+    assert logprobs_differ(policy, given, completions) < BF16_ERROR
+    assert logprobs_differ(with_old_copies(policy, tiny_model), given, completions) > 4 * BF16_ERROR
 
 
 async def sync(way: str, trainer: Any, engine: Any, seed: int, export: Path) -> None:
@@ -112,9 +111,3 @@ def with_old_copies(policy: Any, model: Path) -> Any:
     state = {name: tensor for name, tensor in policy.state_dict().items() if not name.endswith(CACHED)}
     old.load_state_dict(state, strict=False)
     return old
-
-
-def mean_difference(policy: Any, completions: list[Completion], given: GroupRequest) -> float:
-    """Between the log-probabilities of these completions and transformers', in nats."""
-    differences = [np.abs(each.logprobs - transformers_logprobs(policy, each, given)) for each in completions]
-    return float(np.concatenate(differences).mean())
