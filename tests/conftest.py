@@ -198,8 +198,9 @@ def make_engine(model: Path, folder: Path, *, name: str = "engine 0", seed: int 
     """An engine host of our own making, not started: `asyncio.run(make_engine(...).start(300))`."""
     import ray
 
-    from app.rollout.engine.host import EngineHost, HostSpec
+    from app.rollout.engine.host import EngineHost
     from app.rollout.engine.remote import RemoteEngine
+    from app.rollout.engine.server_connection import HostSpec
 
     spec = HostSpec(
         name=name,

@@ -111,7 +111,7 @@ class SimSession:
         self._full = answer.finish == "full"
         self._waiting.set()
 
-    async def close(self, *, at_once: bool = False) -> None:
+    async def close(self, *, force: bool = False) -> None:
         self.closed += 1
         if self.ended is None:
             self.ended = "aborted"
@@ -177,4 +177,4 @@ class _InProcessWorker:
             case Answer():
                 self.asks.pop(message.ask).set_result(message)
             case Close():
-                self.episode.abort(at_once=message.at_once)
+                self.episode.abort(force=message.force)

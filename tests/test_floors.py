@@ -7,7 +7,7 @@ from pathlib import Path
 
 APP = Path(__file__).parent.parent / "app"
 FLOORS = (  # from the ground up; packages of one floor never import each other
-    ("types", "errors", "wire", "run_report"),
+    ("types", "errors", "run_report"),
     ("config", "protocols", "utils"),
     ("stop", "worker"),
     ("algorithm", "data", "device", "environment", "reward", "tracking"),
@@ -64,7 +64,6 @@ ROOMS = {
             "app.rollout.engine.sglang_plugin.sparse_tensor",
             "app.weight_sync.delta",
             "app.weight_sync.snapshot",
-            "app.wire",
         ),
         ("app.rollout.engine.sglang_plugin.entry_points", "app.weight_sync.sender"),
     ),
@@ -85,9 +84,9 @@ ROOMS = {
             "app.weight_sync.adapters",
         ),
         (
-            "app.rollout.engine.host.engine_host",
+            "app.rollout.engine.host",
             "app.rollout.engine.sglang_plugin.entry_points",
-            "app.weight_sync.factory",
+            "app.weight_sync.synchronizer",
         ),
     ),
     "rewards that run code": Room(("app.reward.code",), ("app.start.input_checks",)),
@@ -102,7 +101,7 @@ SHARED_NAMES = {  # base names that several packages may use
     "pool": "the driver's engines and its workers",
     "process": "helpers for our own processes, and the process of a worker",
     "remote": "the driver's proxies of an engine, of the trainer and of a worker",
-    "wire": "the format of a delta sync and the messages of workers",
+    "wire": "the messages of workers, and those of episodes beside them",
 }
 
 

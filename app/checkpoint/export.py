@@ -8,7 +8,7 @@ Invariants:
 - Trained tensors have the dtypes of the source, but float32 if the run computed in it: short trainings move weights by
   less than a step of bfloat16's grid.
 - Adapters are merged into the base in float32, rounded at most once, and also written to `export/adapter/` as they are.
-- The model card replaces that of the base, of which the license remains. It has no local paths: exports are published.
+- The model card replaces that of the base and keeps its license. It has no local paths: exports are published.
 """
 
 import asyncio

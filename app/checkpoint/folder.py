@@ -44,7 +44,7 @@ def find(path: Path) -> Path | None:
     return path if (path / STATE).is_file() else _pointed_at_by(path) or latest(path)
 
 
-def there_are(path: Path) -> str:
+def list_checkpoints(path: Path) -> str:
     """Say which checkpoints there are, of the run at `path` or beside `path`: "step_20, step_25 are there"."""
     folder = path.parent if path.parent.name == FOLDER else path / FOLDER
     names = [checkpoint.name for checkpoint in complete(folder)]

@@ -16,8 +16,7 @@ A checkpoint is committed in this order:
 
 Invariants:
 - Only names without .tmp are complete. The one that `latest` names survives a crash of the machine.
-- An older checkpoint is deleted only after a newer one is `latest`, and the best only after `best` names a better one.
-- What `best` says follows from the accuracies in the checkpoints' state.json, so a resumed run knows the best so far.
+- `best` follows from the accuracies in the checkpoints' state.json, so a resumed run knows the best so far.
 - A failure at any moment, `kill -9` included, leaves the previous checkpoint untouched.
 - Steps 2 to 5 run in one thread, which a cancellation does not stop and which nothing else races with.
 
@@ -30,7 +29,6 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Protocol
 
 from app.checkpoint.folder import (
     ASIDE,
@@ -45,6 +43,7 @@ from app.checkpoint.folder import (
 )
 from app.checkpoint.run_state import RunState, read_state, set_accuracy, write_state
 from app.errors import CheckpointError, ConfigError
+from app.protocols import Trainer
 from app.utils import files
 from app.utils.files import UNFINISHED
 from app.utils.tasks import in_thread, run_to_end
@@ -52,16 +51,6 @@ from app.utils.units import size
 
 OVERHEAD = 1.02  # bytes on disk over bytes of tensors: names, headers, random state
 COMMIT_TIMEOUT_S = 30.0  # for the end of a commit that was under way when its time was over
-
-
-class Savable(Protocol):
-    """The methods of `Trainer` that `CheckpointManager` calls."""
-
-    async def checkpoint_bytes(self) -> int: ...
-
-    async def capture(self) -> int: ...
-
-    async def write(self, folder: Path) -> Mapping[str, int]: ...
 
 
 class CheckpointManager:
@@ -115,24 +104,21 @@ class CheckpointManager:
             why = f"{self.folder} cannot hold checkpoints: {files.describe(error)}"
             raise ConfigError("hydra.run.dir", self.folder.parent, "a writable folder", why) from error
 
-        # What `keep` deletes makes room; what is or will be set aside does not.
+        # Checkpoints that `keep` deletes make room; those set aside, now or at the rewind, do not.
         last = step_of(resume_point.path) if resume_point else -1
         used = sum(_bytes(checkpoint) for checkpoint in complete(self.folder) if step_of(checkpoint) <= last)
         available = shutil.disk_usage(self.folder).free + used
-        most = self.keep + int(self.keep_best) + 1
-        if available < int(most * checkpoint_bytes * OVERHEAD):
+        count = self.keep + int(self.keep_best) + 1
+        if available < int(count * checkpoint_bytes * OVERHEAD):
             advice = "a smaller number, checkpoint.keep_best=false" if self.keep_best else "a smaller number"
             advice += f", another hydra.run.dir, or delete {self.folder / ASIDE} if it exists"
-            sizes = f"{most} checkpoints of {size(checkpoint_bytes)} do not fit into the {size(available)} available"
+            sizes = f"{count} checkpoints of {size(checkpoint_bytes)} do not fit into the {size(available)} available"
             raise ConfigError("checkpoint.keep", self.keep, advice, f"{sizes} in {self.folder}")
 
-    async def save(self, trainer: Savable, state: RunState) -> Path:
-        """Capture a checkpoint and start writing it in the background.
+    async def save(self, trainer: Trainer, state: RunState) -> Path:
+        """Capture a checkpoint and start writing it in the background; return its folder, which a commit creates.
 
         Waits for the previous write first. A step that this object committed is not saved again.
-
-        Returns:
-            The checkpoint's folder, which exists once it is committed.
 
         Raises:
             CheckpointError: The previous write failed, there is not enough space, or the folder was not created within
@@ -204,7 +190,7 @@ class CheckpointManager:
     def set_accuracy(self, accuracy: float) -> None:
         """Write the accuracy of the checkpoint that the run was rewound to, and make it the best if it is."""
         assert self._committed is not None
-        with _explained(self._committed, "be updated"):
+        with _wrap_errors(self._committed, "be updated"):
             set_accuracy(self._committed, accuracy)
             if self.is_best(accuracy):
                 self._set_best((self._committed, accuracy))
@@ -228,12 +214,11 @@ class CheckpointManager:
             ) from None
 
     def rewind(self, path: Path) -> list[Path]:
-        """Make this checkpoint the latest, and set the later ones aside. The best is the best of those that stay.
+        """Make this checkpoint the latest, and set the later ones aside; return where those are now.
 
-        Returns:
-            Where the later ones are now.
+        The best is the best of those that stay.
         """
-        with _explained(path, "be rewound to"):
+        with _wrap_errors(path, "be rewound to"):
             self._set_best(self._best_up_to(step_of(path)) if self.keep_best else None)
             self._point(LATEST, path)
             later = [checkpoint for checkpoint in complete(self.folder) if step_of(checkpoint) > step_of(path)]
@@ -242,12 +227,11 @@ class CheckpointManager:
         return aside
 
     def start_over(self) -> list[Path]:
-        """Set every checkpoint aside: `latest` names none, but a commit may have been killed just before it did.
+        """Set every checkpoint aside; return where they are now.
 
-        Returns:
-            Where they are now.
+        `latest` names none, but a commit may have been killed just before it did.
         """
-        with _explained(self.folder, "be set aside"):
+        with _wrap_errors(self.folder, "be set aside"):
             self._set_best(None)
             return [files.set_aside(checkpoint, self.folder / ASIDE) for checkpoint in complete(self.folder)]
 
@@ -263,7 +247,7 @@ class CheckpointManager:
             ) from None
 
     def _create_folder(self, writing: Path, checkpoint_bytes: int) -> None:
-        with _explained(writing, "be started"):
+        with _wrap_errors(writing, "be started"):
             self.folder.mkdir(parents=True, exist_ok=True)
             files.remove(writing)
             needed = checkpoint_bytes * OVERHEAD
@@ -275,7 +259,7 @@ class CheckpointManager:
                 )
             writing.mkdir()
 
-    async def _write(self, trainer: Savable, state: RunState, writing: Path, final: Path) -> None:
+    async def _write(self, trainer: Trainer, state: RunState, writing: Path, final: Path) -> None:
         started = time.perf_counter()
         try:
             checksums = await trainer.write(writing)
@@ -287,7 +271,7 @@ class CheckpointManager:
 
     def _commit(self, state: RunState, checksums: Mapping[str, int], writing: Path, final: Path) -> None:
         try:
-            with _explained(writing, "be written"):
+            with _wrap_errors(writing, "be written"):
                 write_state(writing, state, checksums)
                 files.sync(writing)
 
@@ -304,7 +288,7 @@ class CheckpointManager:
             raise
 
         self._committed = final
-        with _explained(final, "replace an older one"):
+        with _wrap_errors(final, "replace an older one"):
             kept = {final, self._best[0] if self._best else final}
             for old in complete(self.folder)[: -self.keep]:
                 if old not in kept:
@@ -315,7 +299,6 @@ class CheckpointManager:
         files.replace_file(self.folder / pointer, path.name + "\n", durable=True)
 
     def _set_best(self, best: tuple[Path, float] | None) -> None:
-        """Make this checkpoint the best, or none."""
         if best is not None:
             self._point(BEST, best[0])
         elif (self.folder / BEST).exists():
@@ -325,12 +308,9 @@ class CheckpointManager:
 
     def _best_up_to(self, step: int) -> tuple[Path, float] | None:
         """Return the best complete checkpoint of at most this step: of equal ones, the first."""
-        found: tuple[Path, float] | None = None
-        for checkpoint in complete(self.folder):
-            accuracy = _accuracy(checkpoint) if step_of(checkpoint) <= step else None
-            if accuracy is not None and (found is None or accuracy > found[1]):
-                found = (checkpoint, accuracy)
-        return found
+        checkpoints = [checkpoint for checkpoint in complete(self.folder) if step_of(checkpoint) <= step]
+        scored = [(path, accuracy) for path in checkpoints if (accuracy := _accuracy(path)) is not None]
+        return max(scored, key=lambda each: each[1], default=None)
 
 
 def _accuracy(checkpoint: Path) -> float | None:
@@ -356,7 +336,7 @@ def _final_name(writing: Path) -> Path:
 
 
 @contextlib.contextmanager
-def _explained(path: Path, action: str) -> Iterator[None]:
+def _wrap_errors(path: Path, action: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:

@@ -96,42 +96,25 @@ def require_model(state: RunState, model: Mapping[str, Any], path: Path) -> None
         model: `identity` of this model. The location of its source is not compared.
         path: For the message.
     """
-    trained, others = lora_of(state), LoraConfig(**model.get("lora", {}))
-    if trained != others:
+    trained, ours = lora_of(state), LoraConfig(**model.get("lora", {}))
+    if trained != ours:
         raise CheckpointError(
-            f"checkpoint {path} holds {_what_is_trained(trained)}, and this run trains {_what_is_trained(others)}: "
-            "model.lora must be what it was when the checkpoint was written"
+            f"checkpoint {path} was written with model.lora={trained}, and this run has model.lora={ours}"
         )
 
     unknown = {"weights", "tokenizer"} - state.model.keys()  # of a checkpoint of an earlier version
-    for key in sorted((model.keys() | state.model.keys()) - {"lora", *unknown}):
-        ours = model.get(key)
-        theirs = state.model.get(key)
-        if key == "base" and ours != theirs:
+    for key in sorted((model.keys() | state.model.keys()) - {"lora", "source", *unknown}):
+        if model.get(key) != state.model.get(key):
+            difference = f"its {key} is {state.model.get(key)!r:.80}, this model's is {model.get(key)!r:.80}"
             raise CheckpointError(
-                f"checkpoint {path} holds adapters of another base model: the weights in {model.get('source')} are not "
-                f"those that {state.model.get('source')} had"
-            )
-        if key == "chat_template" and ours != theirs:
-            raise CheckpointError(
-                f"checkpoint {path} was trained with another chat template: model.chat_template must have the text "
-                "that it had when the checkpoint was written"
-            )
-        if key != "source" and ours != theirs:
-            raise CheckpointError(
-                f"checkpoint {path} is of another model: its {key} is {theirs}, this model's is {ours}"
+                f"checkpoint {path} is of another model: {difference} (in {model.get('source')}, which was "
+                f"{state.model.get('source')})"
             )
 
 
 def lora_of(state: RunState) -> LoraConfig:
     """Return the settings of the adapters that a checkpoint holds; their rank is 0 if it holds all weights."""
     return LoraConfig(**state.model.get("lora", {}))
-
-
-def _what_is_trained(lora: LoraConfig) -> str:
-    if not lora.enabled:
-        return "all weights"
-    return f"adapters of rank {lora.rank}, alpha {lora.alpha:g} and targets {', '.join(lora.targets)}"
 
 
 def _read(path: Path) -> tuple[RunState, dict[str, _StoredFile]]:

@@ -17,10 +17,11 @@ from app.config.placement import PlacementKind
 from app.config.weight_sync import TransportKind, transport_of
 from app.device import Device, Fork
 from app.device.process_environment import EXPANDABLE, expandable_segments_off
-from app.rollout.engine.host import EngineHost, HostSpec
+from app.rollout.engine.host import EngineHost
 from app.rollout.engine.remote import RemoteEngine
 from app.rollout.engine.server import ServerSpec
 from app.rollout.engine.server_args import engine_flags, teacher_flags
+from app.rollout.engine.server_connection import HostSpec
 from app.trainer.rank import CONCURRENCY_GROUPS, RankSpec, TrainerRank
 from app.trainer.remote import RemoteTrainer
 
@@ -66,7 +67,6 @@ class EngineFactory:
         return _host(replace(spec, server=server), self.placement.engine_options(index))
 
     def teacher(self, _index: int = 0) -> RemoteEngine:
-        """Create the host of the teacher's engine."""
         assert self.teacher_path is not None
         server = self._server("teacher", self.teacher_path, self.config.teacher.devices)
         server = replace(server, flags=teacher_flags(self.config, self.device))
@@ -74,7 +74,6 @@ class EngineFactory:
         return _host(replace(spec, server=server), self.placement.teacher_options())
 
     def _spec(self, name: str, log: str, *, releases_memory: bool, serves_adapters: bool) -> HostSpec:
-        """Return the settings of a host without its server."""
         visibility = self.device.visibility
         return HostSpec(
             name=name,
@@ -102,7 +101,6 @@ class EngineFactory:
 
 
 def _host(spec: HostSpec, options: Mapping[str, Any]) -> RemoteEngine:
-    """Create the actor of a host."""
     actor = ray.remote(EngineHost).options(max_concurrency=4096, **options).remote(spec)
     return RemoteEngine(spec.name, actor)
 

@@ -16,7 +16,7 @@ from app.config import RunConfig
 from app.config.device import DeviceKind
 from app.device import Device
 from app.errors import RunError, one_line
-from app.utils.ray_calls import ray_words
+from app.utils.ray_calls import last_ray_error
 
 OBJECT_STORE_BYTES = 512 * 1024 * 1024
 ATTEMPTS_VARIABLE = "RAY_gcs_server_port_wait_time_s"  # attempts to reach the head of a cluster
@@ -126,7 +126,8 @@ def _start_local(config: RunConfig, device: Device) -> None:
         except Exception as error:  # Ray's own type where its node is not up within 30 s, as on a busy machine
             if attempt == START_ATTEMPTS:
                 raise RunError(
-                    f"Ray did not start on this machine in {START_ATTEMPTS} attempts: {one_line(error)}{ray_words()}"
+                    f"Ray did not start on this machine in {START_ATTEMPTS} attempts: {one_line(error)}"
+                    + last_ray_error()
                 ) from error
 
 

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 
 from app.errors import RunError, one_line
 from app.protocols import RolloutEngine, Trainer
@@ -23,22 +24,19 @@ MEASURE_TIMEOUT_S = 10.0  # deadline of one measurement
 log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class MemoryMonitor:
     """Samples the memory of driver, trainer ranks and engines.
 
     In each step: `record_peaks(phase)` after each phase, then `sample` for the metrics, then `check`.
-
-    Args:
-        warn: Receives one sentence when something cannot be measured, once.
     """
 
-    def __init__(self, trainer: Trainer, pool: EnginePool, warn: Callable[[str], None]):
-        self.trainer = trainer
-        self.pool = pool
-        self.warn = warn
-        self._warned = False
-        self._last_sample: dict[str, MemoryUse] = {}  # by process: "driver", "trainer rank 0", "engine 0"
-        self._peaks: dict[str, int] = {}  # phase → bytes on the fullest device, since the last sample
+    trainer: Trainer
+    pool: EnginePool
+    warn: Callable[[str], None]  # called once, with a sentence, when something cannot be measured
+    _warned: bool = False
+    _last_sample: dict[str, MemoryUse] = field(default_factory=dict)  # by process: "trainer rank 0", "engine 0" …
+    _peaks: dict[str, int] = field(default_factory=dict)  # phase → bytes on the fullest device, since the last sample
 
     async def record_peaks(self, phase: str) -> None:
         """Record the device memory peaks of the trainer ranks in the phase that just ended."""
@@ -99,10 +97,5 @@ class MemoryMonitor:
             log.info("the memory of %s was not measured", role, exc_info=True)
             if not self._warned:
                 self._warned = True
-                cause = (
-                    f"no answer within {MEASURE_TIMEOUT_S:.0f} s"
-                    if isinstance(error, TimeoutError)
-                    else one_line(error)
-                )
-                self.warn(f"the memory of the {role} processes cannot be measured, metrics go without it: {cause}")
+                self.warn(f"no memory metrics of the {role} processes: {one_line(error)}")
             return {}

@@ -55,15 +55,11 @@ class DevicePlacement:
         timeout_s = self.config.trainer.timeout_s
         try:
             self.locations = await _locate_bundles(self.group, self.config, self.device, timeout_s)
-        except TimeoutError:
-            raise TrainerLost(
-                f"the devices of the trainer were not reserved again within trainer.timeout_s={timeout_s:.0f} s"
-            ) from None
-        except RayError as error:
-            raise TrainerLost(f"the devices of the trainer could not be asked for: {one_line(error)}") from error
+        except (TimeoutError, RayError) as error:
+            late = f"within trainer.timeout_s={timeout_s:.0f} s"
+            raise TrainerLost(f"the trainer's devices were not reserved again {late}: {one_line(error)}") from error
 
     def rank_options(self, rank: int) -> dict[str, Any]:
-        """Return the Ray actor options of a trainer rank."""
         return {**resources(self.device, 1), **self._in_bundle(self._bundle_of_rank(rank))}
 
     def engine_options(self, engine: int) -> dict[str, Any]:
@@ -74,7 +70,6 @@ class DevicePlacement:
         return {**resources(self.device, self.config.rollout.tensor_parallel), **bundle}
 
     def teacher_options(self) -> dict[str, Any]:
-        """Return the Ray actor options of the teacher's host."""
         last = len(bundles(self.config, self.device)) - 1
         return {**resources(self.device, self.config.teacher_devices), **self._in_bundle(last)}
 
@@ -144,9 +139,11 @@ async def reserve(config: RunConfig, device: Device) -> DevicePlacement:
     wanted = bundles(config, device)
     group = placement_group(wanted, strategy="PACK")
 
+    timeout_s = config.cluster.timeout_s
+
     try:
         # not `group.wait`: it blocks the event loop, and cuts its timeout to whole seconds
-        async with asyncio.timeout(config.cluster.timeout_s):
+        async with asyncio.timeout(timeout_s):
             await group.ready()
     except TimeoutError:
         remove_placement_group(group)
@@ -155,19 +152,15 @@ async def reserve(config: RunConfig, device: Device) -> DevicePlacement:
         free = ray.available_resources().get(device.resource, 0)
         raise RunError(
             f"the run needs {needed:g} {device.resource} (placement={config.placement.kind.name}), the cluster has "
-            f"{total:g}, {free:g} free; waited cluster.timeout_s={config.cluster.timeout_s:.0f} s."
+            f"{total:g}, {free:g} free; waited cluster.timeout_s={timeout_s:.0f} s."
         ) from None
+
     try:
-        locations = await _locate_bundles(group, config, device, config.cluster.timeout_s)
-    except RayError as error:
+        locations = await _locate_bundles(group, config, device, timeout_s)
+    except (TimeoutError, RayError) as error:
         remove_placement_group(group)
-        raise RunError(f"the reserved bundles could not be asked for their devices: {one_line(error)}") from error
-    except TimeoutError:
-        remove_placement_group(group)
-        raise RunError(
-            "the reserved bundles did not report their nodes and devices within "
-            f"cluster.timeout_s={config.cluster.timeout_s:.0f} s"
-        ) from None
+        late = f"within cluster.timeout_s={timeout_s:.0f} s"
+        raise RunError(f"the reserved bundles did not report their devices {late}: {one_line(error)}") from error
     return DevicePlacement(group, config, device, locations)
 
 

@@ -1,12 +1,11 @@
 """Kills the processes of a run and removes their files when its driver is gone, even if the driver was killed.
 
 A small child process waits until the driver closes a pipe or dies. Then it kills every process with the run's mark in
-its environment, which all processes of the run inherit (Ray's, ours, SGLang's). It also kills their descendants that it
-found while the driver was running: setting a process title may overwrite the environment, as in Ray's agents. Most
-processes exit on their own, but those agents may wait a minute for a server that is gone.
+its environment, which all processes of the run inherit (Ray's, ours, SGLang's), and their descendants that it found
+while the driver was running: setting a process title may overwrite the environment, as in Ray's agents.
 
-Then it removes what killed processes cannot: the run's folder of temporary files, which all its processes have as
-TMPDIR (sockets of servers, Ray's session, files of rewards and environments), and its files in shared memory.
+Then it removes the run's folder of temporary files, which all its processes have as TMPDIR (sockets of servers, Ray's
+session, files of rewards and environments), and its files in shared memory.
 
 Invariants:
     - What is removed has the run's mark, which no other run has, in its name.
@@ -68,8 +67,8 @@ def process_reaper() -> Iterator[None]:
 def _run_variables(mark: str) -> dict[str, str]:
     """Make the folders of a run's temporary files. Returns what its processes inherit: its mark, and these places."""
     folder = _temporary_folder(tempfile.gettempdir(), f"posttrain-{mark}")
-    given = os.environ.get(RAY_TEMPORARY)
-    ray_folder = folder if given is None else _temporary_folder(given, f"ray-{mark}")
+    ray_parent = os.environ.get(RAY_TEMPORARY)
+    ray_folder = folder if ray_parent is None else _temporary_folder(ray_parent, f"ray-{mark}")
     variables = {MARK: mark, TEMPORARY: folder, RAY_TEMPORARY: ray_folder}
     home = Path("~").expanduser()
     if not home_is_writable():
@@ -94,7 +93,7 @@ def _temporary_folder(parent: str, name: str) -> str:
 
 @contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Have the environment of a run with these variables in the block."""
+    """Set the environment of a run, with these variables, in the block."""
     before = dict(os.environ)
     replace_environment({**for_children(before), **variables})
     tempfile.tempdir = None  # read from the environment again

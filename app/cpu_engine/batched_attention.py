@@ -154,8 +154,8 @@ class BatchedAttention(TorchNativeAttnBackend):
         bias.masked_fill_(torch.arange(max(lengths)) >= length[request, None], -torch.inf)
 
         stale = [
-            (index, self.req_to_token_pool.req_to_token[held, :tokens].long())
-            for index, held, tokens in zip(rows, requests, lengths, strict=True)
+            (index, self.req_to_token_pool.req_to_token[pool_index, :tokens].long())
+            for index, pool_index, tokens in zip(rows, requests, lengths, strict=True)
             if copy.lengths[index] == 0
         ]
         for index, tokens in zip(rows, lengths, strict=True):

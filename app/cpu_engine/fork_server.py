@@ -114,7 +114,6 @@ def _answer(connection: socket.socket, hosts: dict[int, socket.socket], own: Seq
 
 
 def _report_exits(hosts: dict[int, socket.socket]) -> None:
-    """Send the exit codes of servers that ended to their hosts."""
     while hosts:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid == 0:

@@ -10,6 +10,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -70,14 +71,14 @@ def fork_server(environment: Mapping[str, str], log: Path) -> Iterator[Fork]:
 # --- in the engine's host
 
 
+@dataclass(eq=False)
 class ForkedProcess:
     """A server that was forked. Like a process of asyncio it has a `pid` and can be awaited."""
 
-    def __init__(self, pid: int, connection: socket.socket, stdin: int):
-        self.pid = pid
-        self._connection = connection
-        self._stdin = stdin  # our end
-        self._exit: asyncio.Future[int] | None = None
+    pid: int
+    _connection: socket.socket
+    _stdin: int  # our end
+    _exit: asyncio.Future[int] | None = None
 
     async def wait(self) -> int:
         """Wait until it ends; return its exit code, negative for a signal."""

@@ -1,14 +1,14 @@
 """Float32 matrix products on AMD's CPUs, computed by oneDNN.
 
-torch gives float32 products to MKL, which uses AVX2 on CPUs that are not Intel's. oneDNN, which torch brings along and
-uses for bfloat16, has AVX-512 kernels for all of them: about twice as fast (`python -m tests.bench.matmul`). Both sides
-of a run use it, so that the engine's log-probabilities stay the trainer's.
+torch gives float32 products to MKL, which uses AVX2 on CPUs that are not Intel's. oneDNN, which torch brings along for
+bfloat16, has AVX-512 kernels for all of them: about twice as fast (`python -m tests.bench.matmul`). Both sides of a run
+use it, so that the engine's log-probabilities stay the trainer's.
 """
 
 import warnings
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,8 +32,8 @@ def use_onednn_matmul() -> bool:
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that an operator is overridden
-        for operator in (_Matmul(), _MatmulInto(), _BiasedMatmul(), _AddMatmul()):
-            library.impl(operator.name, operator, "CPU")
+        for name in OPERATORS:
+            library.impl(name, _override(name), "CPU")
     _overrides.append(library)
     return True
 
@@ -84,46 +84,35 @@ def _large(a: Tensor, b: Tensor, into: Tensor | None = None) -> bool:
     return into is None or (into.dtype == torch.float32 and into.shape == (a.shape[0], b.shape[1]))
 
 
-class _Operator:
-    """An operator of torch, and its kernel from before the override."""
-
-    name: str
-
-    def __init__(self) -> None:
-        self.kernel = torch.library.get_kernel(f"aten::{self.name}", "CPU")
-        self.keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
-
-    def before(self, *arguments: Any, **named: Any) -> Tensor:
-        return self.kernel.call_boxed(self.keys, *arguments, **named)
+Before = Callable[..., Tensor]  # an operator's kernel from before the override
 
 
-class _Matmul(_Operator):
-    name = "mm"
-
-    def __call__(self, a: Tensor, b: Tensor) -> Tensor:
-        return multiply(a, b) if _large(a, b) else self.before(a, b)
+def _mm(before: Before, a: Tensor, b: Tensor) -> Tensor:
+    return multiply(a, b) if _large(a, b) else before(a, b)
 
 
-class _MatmulInto(_Operator):
-    name = "mm.out"
-
-    def __call__(self, a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
-        return out.copy_(multiply(a, b)) if _large(a, b, out) else self.before(a, b, out=out)
+def _mm_out(before: Before, a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
+    return out.copy_(multiply(a, b)) if _large(a, b, out) else before(a, b, out=out)
 
 
-class _BiasedMatmul(_Operator):
-    name = "addmm"  # of a linear layer with a bias
-
-    def __call__(self, bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-        plain = bias.dtype == a.dtype and bias.shape == b.shape[1:] and beta == alpha == 1
-        return multiply(a, b).add_(bias) if plain and _large(a, b) else self.before(bias, a, b, beta=beta, alpha=alpha)
+def _addmm(before: Before, bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    """Compute a linear layer with a bias."""
+    plain = bias.dtype == a.dtype and bias.shape == b.shape[1:] and beta == alpha == 1
+    return multiply(a, b).add_(bias) if plain and _large(a, b) else before(bias, a, b, beta=beta, alpha=alpha)
 
 
-class _AddMatmul(_Operator):
-    name = "addmm_"
+def _addmm_inplace(before: Before, total: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    if not _large(a, b, total):
+        return before(total, a, b, beta=beta, alpha=alpha)
+    product = multiply(a, b)
+    return total.copy_(product.mul_(alpha)) if beta == 0 else total.mul_(beta).add_(product, alpha=alpha)
 
-    def __call__(self, total: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-        if not _large(a, b, total):
-            return self.before(total, a, b, beta=beta, alpha=alpha)
-        product = multiply(a, b)
-        return total.copy_(product.mul_(alpha)) if beta == 0 else total.mul_(beta).add_(product, alpha=alpha)
+
+OPERATORS: dict[str, Callable[..., Tensor]] = {"mm": _mm, "mm.out": _mm_out, "addmm": _addmm, "addmm_": _addmm_inplace}
+
+
+def _override(name: str) -> Callable[..., Tensor]:
+    """Return the replacement of one of torch's operators."""
+    kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+    return partial(OPERATORS[name], partial(kernel.call_boxed, keys))

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from app.checkpoint.export import FOLDER, export_checkpoint
 from app.checkpoint.folder import FOLDER as CHECKPOINTS
-from app.checkpoint.folder import find, there_are
+from app.checkpoint.folder import find, list_checkpoints
 from app.checkpoint.run_state import RunState, lora_of, read_state, require_model
 from app.config import RunConfig
 from app.config.device import Dtype
@@ -82,7 +82,7 @@ def _find_checkpoint(config: RunConfig, folder: Path) -> Path:
     checkpoint = find(path)
     if checkpoint is None:
         accepted = "the folder of a run that has checkpoints, or resume=<path> of one of them"
-        raise ConfigError(key, value, accepted, there_are(path))
+        raise ConfigError(key, value, accepted, list_checkpoints(path))
     return checkpoint
 
 

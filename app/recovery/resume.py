@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from app.checkpoint.export import FOLDER as EXPORT
-from app.checkpoint.folder import FOLDER, LATEST, find, latest, named, there_are
+from app.checkpoint.folder import FOLDER, LATEST, find, latest, list_checkpoints, named
 from app.checkpoint.run_state import STATE, read_state
 from app.config import Mode, RunConfig
 from app.config.command_line import command, override
@@ -206,7 +206,7 @@ def evaluated(resume: str) -> tuple[Path, Path]:
     checkpoint = find(path) if of_run else None
     if run is None or checkpoint is None:
         accepted = "with mode=eval the folder of a run that has checkpoints, or one of its checkpoints"
-        raise ConfigError("resume", resume, accepted, there_are(path) if run is not None and of_run else "")
+        raise ConfigError("resume", resume, accepted, list_checkpoints(path) if run is not None and of_run else "")
     return run, checkpoint
 
 
@@ -430,7 +430,7 @@ def _folder_of(resume: str) -> Path:
         accepted = f"auto, never, a run's folder (with {SAVED} in it) or one of its checkpoints"
         raise ConfigError("resume", resume, accepted)
     if of_checkpoint and checkpoint_of(resume) is None:
-        raise ConfigError("resume", resume, "one of the run's checkpoints or its folder", there_are(path))
+        raise ConfigError("resume", resume, "one of the run's checkpoints or its folder", list_checkpoints(path))
     return folder
 
 

@@ -1,6 +1,6 @@
 """Detects prompts in flight that make no progress, from a server's reports.
 
-A report gives the sampled tokens of each unfinished request (engine/sglang_plugin/request_report.py). A prompt
+A report gives the sampled tokens of each unfinished request (engine/sglang_plugin/entry_points.py). A prompt
 makes progress when
 
     - a request of it sampled tokens, was scheduled, or finished: its part of the report changed; or

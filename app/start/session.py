@@ -40,10 +40,10 @@ from app.trainer.remote import RemoteTrainer
 from app.types import EngineStart, Group, TrainerMemory
 from app.utils.ray_calls import keep_ray_logs
 from app.utils.tasks import gather_or_raise
-from app.weight_sync.factory import make_synchronizer
+from app.weight_sync.synchronizer import make_synchronizer
 
 if TYPE_CHECKING:
-    from app.weight_sync.factory import Synchronizer
+    from app.weight_sync.synchronizer import Synchronizer
 
 PHASE_POLL_INTERVAL_S = 1.0
 

@@ -14,7 +14,7 @@ from app.algorithm.packed_groups import Packed
 from app.errors import TrainerError, TrainerLost, one_line
 from app.trainer.rank import TrainerRank
 from app.types import MemoryUse, ScoredGroup, StepReport, TokenSequence, TrainerMemory
-from app.utils.ray_calls import ray_words, reply, run_error
+from app.utils.ray_calls import last_ray_error, reply, run_error
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -182,7 +182,7 @@ class RemoteTrainer:
         self._broken = f"since Ray did not start trainer rank {late} in time"
         return TrainerError(
             f"Ray did not start trainer rank {late} within trainer.timeout_s={self.timeout_s:.0f} s: "
-            f"its devices are not free, or its process did not start or does not answer{ray_words()}"
+            f"its devices are not free, or its process did not start or does not answer{last_ray_error()}"
         )
 
     async def _failure(

@@ -27,8 +27,8 @@ def for_children(inherited: Mapping[str, str]) -> dict[str, str]:
     addresses = [each for of_interface in psutil.net_if_addrs().values() for each in of_interface]
     own = [each.address for each in addresses if each.family in (socket.AF_INET, socket.AF_INET6)]
     own = [each for each in own if "%" not in each]  # no URL of httpx 0.28 may have the interface in it: fe80::1%eth0
-    given = re.split(r"[\s,]+", f"{inherited.get('no_proxy', '')},{inherited.get('NO_PROXY', '')}")
-    outside = dict.fromkeys(filter(None, [*given, "localhost", "127.0.0.1", "::1", socket.gethostname(), *own]))
+    hosts = re.split(r"[\s,]+", f"{inherited.get('no_proxy', '')},{inherited.get('NO_PROXY', '')}")
+    outside = dict.fromkeys(filter(None, [*hosts, "localhost", "127.0.0.1", "::1", socket.gethostname(), *own]))
     no_proxy = "*" if "*" in outside else ",".join(outside)  # Python's urllib knows * alone, and not in a list
     return {
         **{name: value for name, value in inherited.items() if not LAUNCHER.fullmatch(name)},
@@ -52,8 +52,8 @@ def encoding(environment: Mapping[str, str]) -> str:
     >>> encoding({"LANG": "de_DE.UTF-8"}), encoding({"LANG": "en_US.utf8", "LC_ALL": "zh_CN.GB18030"}), encoding({})
     ('de_de.utf8', 'zh_cn.gb18030', 'c')
     """
-    given = (environment.get(name) for name in ("LC_ALL", "LC_CTYPE", "LANG"))
-    return next(filter(None, given), "C").lower().replace("-", "")
+    locales = (environment.get(name) for name in ("LC_ALL", "LC_CTYPE", "LANG"))
+    return next(filter(None, locales), "C").lower().replace("-", "")
 
 
 def home_is_writable() -> bool:

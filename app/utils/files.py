@@ -1,8 +1,7 @@
 """File operations. All but a plain `replace_file` survive a machine crash: their result is on disk when they return.
 
-Checksums are CRC-32, computed while a file is written and again when it is read back: it finds accidental damage, not
-tampering, is in the standard library, and at about 3 GB/s per core is faster than most disks. A damaged file has the
-same value once in 4 billion times.
+Checksums are CRC-32, computed while a file is written and again when it is read back: at about 3 GB/s per core faster
+than most disks. They find accidental damage, not tampering.
 """
 
 import contextlib
@@ -26,10 +25,7 @@ MAX_THREADS = 8  # zlib releases the GIL
 def replace_file(path: Path, content: str | bytes, *, durable: bool = False) -> None:
     """Replace a file atomically: readers see the old content or the new, never a mix.
 
-    Args:
-        path: The file. Its folder must exist.
-        content: Text is written as UTF-8.
-        durable: Flush to disk before and after the rename, so that the new content survives a machine crash.
+    `durable`: flush to disk before and after the rename, so that the new content survives a machine crash.
     """
     temporary = path.with_name(path.name + UNFINISHED)
     data = content.encode() if isinstance(content, str) else content
@@ -119,11 +115,7 @@ def sync(path: Path) -> None:
 
 
 def set_aside(path: Path, folder: Path) -> Path:
-    """Move a file or folder into `folder`, which is created: under its own name, or with .2, .3 … if that is taken.
-
-    Returns:
-        Where it is now.
-    """
+    """Move a file or folder into `folder`, which is created; return its path there: with .2, .3 … if that is taken."""
     folder.mkdir(exist_ok=True)
     target = folder / path.name
     number = 1

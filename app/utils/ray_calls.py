@@ -11,6 +11,7 @@ from ray.exceptions import ActorUnschedulableError, RayActorError, RayTaskError
 
 from app.errors import RunError, one_line
 
+# Ray has the cause of an actor's death in the text of its error alone, below general sentences and facts.
 FACT = re.compile(r"(class_name|actor_id|pid|name|namespace|ip|repr): (.*)")
 NODE_ID = re.compile(r"\.? Node Id: \w+")  # the address says more
 GUESSES = re.compile(r"\.? (There are some potential root causes|Some common causes include).*")
@@ -23,8 +24,8 @@ def keep_ray_logs(logs: Path, failure: type[BaseException] | None, *_: object) -
             shutil.copytree(_ray_logs(), logs / "ray", dirs_exist_ok=True)
 
 
-def ray_words() -> str:
-    """Return the end of a sentence about a process that Ray did not start: its last error, which no exception has."""
+def last_ray_error() -> str:
+    """Return the last error in Ray's own log, as the end of a sentence; empty without one."""
     errors = _ray_logs() / "raylet.err"
     text = errors.read_text(encoding="utf-8", errors="replace").strip() if errors.is_file() else ""
     return f"; the last line of logs/ray/{errors.name}: {text.splitlines()[-1]}" if text else ""
@@ -61,17 +62,16 @@ def run_error(
     if isinstance(error, RayActorError):
         converted = lost(f"{who} died during {call}: {cause_of_death(error)}")
     else:
-        words = ray_words() if isinstance(cause, ActorUnschedulableError) else ""  # whose process did not start
+        words = last_ray_error() if isinstance(cause, ActorUnschedulableError) else ""  # whose process did not start
         converted = failed(f"{who} failed during {call}: {type(cause).__name__}: {one_line(cause)}{words}")
     converted.__cause__ = error
     return converted
 
 
 def cause_of_death(error: BaseException) -> str:
-    r"""Return one line of a `RayActorError`: the cause, and the address of the actor's node where Ray tells it.
+    r"""Return one line of a `RayActorError`: the cause, and the address of the actor's node if Ray knows it.
 
-    Ray's text about an actor that could not be built is a traceback, whose last line names the exception. Its text
-    about any other actor begins with a general sentence and facts, such as the node's `ip`; the cause follows.
+    The text about an actor that could not be built is a traceback, whose last line names the exception.
 
     >>> cause_of_death(RuntimeError("The actor died.\n\tip: 10.0.0.2\nIts node has died. Node Id: 5f\n\tno heartbeats"))
     'Its node has died: no heartbeats (on 10.0.0.2)'

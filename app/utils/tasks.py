@@ -48,7 +48,7 @@ async def until_signal(work: Coroutine[Any, Any, T], on_second: Callable[[], Non
 
 
 def run_blocking(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to its end, also from a function that is called on an event loop, which then stands still."""
+    """Run a coroutine to its end. Called on an event loop, it blocks that loop."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -58,10 +58,10 @@ def run_blocking(work: Coroutine[Any, Any, T]) -> T:
 
 
 def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:
-    """Run a function that may block for ever, such as file work on storage that hangs, in a thread of its own.
+    """Run a function that may block forever, such as file work on storage that hangs, in a thread of its own.
 
-    Neither the loop nor the process waits for the thread when it ends. `asyncio.run` joins those of
-    `asyncio.to_thread`, so that a deadline around them ends the wait but not the program.
+    Neither the loop nor the process waits for the thread at its end. `asyncio.run` joins the threads of
+    `asyncio.to_thread`, so that a deadline around them would end the wait but not the program.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()

@@ -18,7 +18,7 @@ import pickle
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -32,9 +32,8 @@ from app.types import SyncReport, TrainerMemory
 from app.utils.phase_timer import PhaseTimer
 from app.utils.process import SHARED_MEMORY, run_prefix
 from app.weight_sync.buckets import Receivers
-from app.weight_sync.deadlines import Deadline, best_effort
 from app.weight_sync.synchronizer import CLOSE_TIMEOUT_S, sync_seconds
-from app.weight_sync.transport.base import TRAINER_RANKS
+from app.weight_sync.transport.base import TRAINER_RANKS, Deadline, best_effort
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,7 +43,7 @@ ADAPTER_EXTENSION: Final = "adapter_sync"  # the name under which an `AdapterSen
 
 @dataclass(frozen=True, slots=True)
 class AdapterPush:
-    """What rank 0 gathered of one policy version."""
+    """The adapter of one policy version, as rank 0 gathered it."""
 
     folder: Path | None  # in shared memory, in PEFT's form
     inline: dict[str, Any]  # without a folder: the adapter's configuration, and its tensors for one engine rank
@@ -63,7 +62,7 @@ class AdapterPush:
 class AdapterSender:
     """Gathers the adapters of a trainer rank.
 
-    Lifecycle: `gather`, then `release` when the engines have loaded them; `close` once.
+    Lifecycle: `gather`, then `release` when the engines have loaded them, and at the end.
     """
 
     def __init__(self, trainer_rank: TrainerRank):
@@ -108,12 +107,7 @@ class AdapterSender:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
 
-    def close(self) -> None:
-        """Free everything."""
-        self.release()
-
     def _gather(self, name: str) -> "list[tuple[str, Tensor]]":
-        """Return the full tensor on the host under the engine's names; nothing on ranks other than 0."""
         import torch
 
         from app.model.lora.names import served
@@ -156,37 +150,20 @@ def serialize(tensors: "dict[str, Tensor]") -> str:
     return base64.b64encode(pickled.getvalue()).decode()
 
 
+@dataclass(eq=False)
 class AdapterSynchronizer:
-    """Implements `WeightSynchronizer` (app/protocols.py).
+    """Implements `WeightSynchronizer` (app/protocols.py), with the lifecycle of `BucketedWeightSynchronizer`."""
 
-    Lifecycle: as `BucketedWeightSynchronizer`.
-
-    Args:
-        tensor_parallel: Ranks of an engine.
-        one_machine: Whether the engines see the shared memory of trainer rank 0; else they get the bytes over HTTP.
-    """
-
-    def __init__(
-        self,
-        trainer: RemoteTrainer,
-        engines: Sequence[RolloutEngine],
-        config: WeightSyncConfig,
-        *,
-        tensor_parallel: int,
-        one_machine: bool,
-    ):
-        self.trainer = trainer
-        self.engines = dict(enumerate(engines))  # by engine index
-        self.config = config
-        self.tensor_parallel = tensor_parallel
-        self.one_machine = one_machine
+    trainer: RemoteTrainer
+    engines: dict[int, RolloutEngine]  # by engine index
+    config: WeightSyncConfig
+    tensor_parallel: int  # ranks of an engine
+    one_machine: bool  # the engines see the shared memory of trainer rank 0; else they get the bytes over HTTP
 
     async def prepare(self) -> None:
-        """Attach the senders to the ranks of a trainer that has loaded its model."""
         await self.trainer.attach(ADAPTER_EXTENSION, AdapterSender)
 
     def set_engines(self, engines: Mapping[int, RolloutEngine]) -> None:
-        """Sync to these engines, by engine index."""
         self.engines = dict(engines)
 
     async def sync(self, version: int) -> SyncReport:
@@ -196,7 +173,11 @@ class AdapterSynchronizer:
         engines = list(self.engines.values())
         try:
             with timer.phase("gather"):
-                push = await self._gather(deadline)
+                gathering = self.trainer.call(ADAPTER_EXTENSION, AdapterSender.gather, one_machine=self.one_machine)
+                gathered = await deadline.gather("gathering the adapter", {TRAINER_RANKS: gathering})
+                push = gathered[TRAINER_RANKS][0]
+                if push is None:
+                    raise SyncError(f"weight sync of policy {version}: trainer rank 0 gathered nothing")
             with timer.phase("load"):
                 body = push.body(self.tensor_parallel)
                 calls = {engine.name: engine.load_adapter(version, body) for engine in engines}
@@ -204,7 +185,7 @@ class AdapterSynchronizer:
             with timer.phase("resume"):  # engines that were drained to hand their devices to the trainer
                 await deadline.gather("resume", {engine.name: engine.resume() for engine in engines})
         finally:
-            await self._call_best_effort(AdapterSender.release)
+            await self._release()
 
         return SyncReport(
             version=version,
@@ -218,15 +199,8 @@ class AdapterSynchronizer:
         """Nothing stays open after a failure: a load that still runs ends with a complete adapter, or none."""
 
     async def close(self) -> None:
-        """Free what the senders left in shared memory, which would outlive a killed process."""
-        await self._call_best_effort(AdapterSender.close)
+        await self._release()
 
-    async def _call_best_effort(self, method: Callable[[AdapterSender], None]) -> None:
-        await best_effort({TRAINER_RANKS: self.trainer.call(ADAPTER_EXTENSION, method)}, CLOSE_TIMEOUT_S)
-
-    async def _gather(self, deadline: Deadline) -> AdapterPush:
-        gathering = self.trainer.call(ADAPTER_EXTENSION, AdapterSender.gather, one_machine=self.one_machine)
-        push = (await deadline.gather("gathering the adapter", {TRAINER_RANKS: gathering}))[TRAINER_RANKS][0]
-        if push is None:
-            raise SyncError(f"weight sync of policy {deadline.version}: trainer rank 0 gathered nothing")
-        return push
+    async def _release(self) -> None:
+        releasing = self.trainer.call(ADAPTER_EXTENSION, AdapterSender.release)
+        await best_effort({TRAINER_RANKS: releasing}, CLOSE_TIMEOUT_S)

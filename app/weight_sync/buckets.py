@@ -53,7 +53,6 @@ class Bucket:
 
     @property
     def offsets(self) -> list[int]:
-        """The byte offset of each tensor."""
         offsets = [0]
         for tensor in self.tensors[:-1]:
             offsets.append(offsets[-1] + tensor.bytes)
@@ -88,7 +87,6 @@ def plan_buckets(tensors: Sequence[TensorMeta], *, capacity: int) -> tuple[Bucke
 
 
 def _filled(tensors: Sequence[TensorMeta], capacity: int) -> list[list[TensorMeta]]:
-    """Fill one bucket after the other."""
     buckets: list[list[TensorMeta]] = []
     filled = 0
 

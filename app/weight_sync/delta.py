@@ -3,11 +3,11 @@
 After one step at a typical learning rate about 99 % of the 16-bit weights round back to their old value
 (SparseRL-Sync, arXiv 2605.07330; verl, slime and TRL have similar syncs). Every rank keeps a snapshot of its shards at
 the last sync and compares. The changed entries of all ranks are gathered in the coordinates of the checkpoint's
-tensors. app/wire.py documents the message format.
+tensors. rollout/engine/sglang_plugin/delta_loader.py documents the message format.
 
 Invariants:
     - The snapshot is what the last message was made of, so only a full sync may follow a failed one.
-    - A tensor whose entries would take more bytes than the tensor itself is sent whole.
+    - A tensor whose entries would take more bytes than the tensor itself is sent in full.
     - A message fits into a buffer of its bucket's size plus `max_header_bytes`.
 """
 
@@ -21,10 +21,10 @@ from torch.distributed.tensor import DTensor, Shard
 
 from app.model.parallelize import own_rows
 from app.model.sharding import local_shard
+from app.rollout.engine.sglang_plugin.delta_loader import GAPS, HEADER, MORE, VALUES, DeltaHeader, SparseTensorMeta
 from app.weight_sync.buckets import Bucket, ReadyBucket, Receivers, TensorMeta
 from app.weight_sync.gather import all_gather, gather_by_rank, gather_full
 from app.weight_sync.snapshot import Changes, ShardSnapshot, diff_and_replace_all
-from app.wire import GAPS, HEADER, MORE, VALUES, DeltaHeader, SparseTensorMeta
 
 MAX_ELEMENTS = 2**31 - 1  # of a tensor whose positions fit into int32
 GATHERED_ENTRY_BYTES = 6  # between trainer ranks: int32 position, 16-bit value
@@ -50,7 +50,6 @@ class DeltaEncoder:
         self.rank_index = dist.get_rank(self.process_group) if self.process_group is not None else 0
 
     def begin(self, version: int, base: int | None, messages: int) -> None:
-        """Begin the sync of policy `version` in `messages` buckets, as a delta onto `base`; None: a full sync."""
         if base is not None and not self.snapshots:
             raise RuntimeError("a delta sync needs a full sync before it")
         self.version = version
@@ -61,8 +60,11 @@ class DeltaEncoder:
     def pack(self, index: int, bucket: Bucket, buffer: Tensor | None, *, receivers: Receivers) -> ReadyBucket:
         """Write message `index` into `buffer` (None on ranks that receive nothing). A collective of all ranks."""
         if self.base is None:
-            for meta in bucket.tensors:
-                self._take_snapshot(meta)
+            for meta in filter(is_comparable, bucket.tensors):
+                shard = flat_shard(self.tensors[meta.name])
+                if meta.name not in self.snapshots:
+                    self.snapshots[meta.name] = ShardSnapshot(shard, getattr(torch, meta.dtype), on_host=self.on_host)
+                self.snapshots[meta.name].replace(shard)
             return self._write(self._header(index), bucket.tensors, None, buffer, receivers)
 
         comparable = [meta for meta in bucket.tensors if is_comparable(meta)]
@@ -74,7 +76,7 @@ class DeltaEncoder:
         sparse = [SparseTensorMeta(meta.name, meta.shape, n) for meta, n in zip(comparable, totals, strict=True)]
         smaller = {meta.name for meta, each in zip(comparable, sparse, strict=True) if each.max_bytes < meta.bytes}
         sent = [i for i, each in enumerate(sparse) if each.name in smaller and each.entries]
-        whole = [meta for meta in bucket.tensors if meta.name not in smaller]
+        full = [meta for meta in bucket.tensors if meta.name not in smaller]
 
         entries = self._gather_entries(
             [changes[i] for i in sent], [[row[i] for i in sent] for row in counts], receivers
@@ -85,18 +87,10 @@ class DeltaEncoder:
             gaps, sizes = encode_gaps(entries[0])
             encoded = gaps, entries[1]
             changed = [replace(each, gaps=size) for each, size in zip(changed, sizes, strict=True)]
-        return self._write(self._header(index, tuple(changed)), whole, encoded, buffer, receivers, changed=sum(totals))
+        return self._write(self._header(index, tuple(changed)), full, encoded, buffer, receivers, changed=sum(totals))
 
     def _header(self, index: int, changed: tuple[SparseTensorMeta, ...] = ()) -> DeltaHeader:
         return DeltaHeader(self.version, self.base, index, self.messages, changed)
-
-    def _take_snapshot(self, meta: TensorMeta) -> None:
-        if not is_comparable(meta):
-            return
-        shard = flat_shard(self.tensors[meta.name])
-        if meta.name not in self.snapshots:
-            self.snapshots[meta.name] = ShardSnapshot(shard, getattr(torch, meta.dtype), on_host=self.on_host)
-        self.snapshots[meta.name].replace(shard)
 
     def _changes(self, metas: Sequence[TensorMeta]) -> list[Changes]:
         """Return the changes of this rank's shards, at positions in the full tensors. Rank 0 reports unsharded ones."""
@@ -132,12 +126,11 @@ class DeltaEncoder:
         """Gather the changes of all ranks; None if there are none, or on a rank that receives nothing.
 
         Args:
-            changes: Of this rank, by tensor.
+            changes: This rank's, by tensor.
             counts: Entries by rank and tensor: [R][T].
-            receivers: The ranks that receive the entries.
         """
-        most = max(sum(row) for row in counts)
-        if not most:
+        largest = max(sum(row) for row in counts)
+        if not largest:
             return None
 
         own_positions = torch.cat([positions for positions, _ in changes])
@@ -146,7 +139,7 @@ class DeltaEncoder:
             return list(own_positions.split(counts[0])), own_values
 
         # every rank sends the same number of bytes; an even number of entries keeps each rank's slice aligned
-        capacity = most + most % 2
+        capacity = largest + largest % 2
         payload = torch.zeros(capacity * GATHERED_ENTRY_BYTES, dtype=torch.uint8, device=self._device)
         positions, values = _split_payload(payload)
         positions[: len(own_positions)] = own_positions
@@ -169,7 +162,7 @@ class DeltaEncoder:
     def _write(
         self,
         header: DeltaHeader,
-        whole: Sequence[TensorMeta],
+        full: Sequence[TensorMeta],
         encoded: Encoded | None,
         buffer: Tensor | None,
         receivers: Receivers,
@@ -178,7 +171,7 @@ class DeltaEncoder:
     ) -> ReadyBucket:
         """Lay out the message by descending element size, and write it into `buffer`."""
         text = header.encode()
-        metas = [*whole, TensorMeta(HEADER, "uint8", (len(text),))]
+        metas = [*full, TensorMeta(HEADER, "uint8", (len(text),))]
         if header.changed:
             metas.append(TensorMeta(GAPS, "uint8", (sum(tensor.gaps for tensor in header.changed),)))
             metas.append(TensorMeta(VALUES, self.dtype, (sum(tensor.entries for tensor in header.changed),)))
@@ -202,7 +195,7 @@ class DeltaEncoder:
 
 
 def is_comparable(meta: TensorMeta) -> bool:
-    """Whether a tensor's changes are sent. Tensors that engines keep in float32 are small and sent whole."""
+    """Whether a tensor's changes are sent. Tensors that engines keep in float32 are small and sent in full."""
     return meta.item_bytes == 2 and meta.bytes // 2 <= MAX_ELEMENTS
 
 
@@ -232,7 +225,7 @@ def _split_payload(payload: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def encode_gaps(positions: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
-    """Encode the ascending positions of each tensor, at least one of each (app/wire.py).
+    """Encode the ascending positions of each tensor, at least one of each (delta_loader.py).
 
     Returns:
         The bytes of all tensors [n] uint8, and how many each of them has.

@@ -1,7 +1,7 @@
 """`weight_sync.probe`: do the engines sample with the weights that the trainer holds?
 
-A copy that an engine derives from its weights and does not renew (transposed, fused, cast), a kernel that computes
-something else, a bucket that went nowhere: the checksums of `weight_sync.verify` see none of it. Log-probabilities do.
+The checksums of `weight_sync.verify` miss copies that an engine derives from its weights and does not renew
+(transposed, fused, cast), and kernels that compute something else. Log-probabilities show them.
 
     start(v)   after the sync of policy v: every engine samples a few tokens, beside the rollouts
     check      before the update that ends v: the trainer's log-probabilities of the same tokens are compared
@@ -12,15 +12,15 @@ Invariants:
       sampled, not only scored, since prefill and decoding have kernels of their own.
     - The first syncs are probed, and every 20th: 8 tokens decode beside all other requests, and the trainer computes
       one more pass of a hundred tokens.
-    - In all probes together the trainer waits for engines in at most half a percent of the run. A later version has to
-      show what was not sampled by then. Only after a step whose on-policy tokens differed (`mismatch/kl_same_version`)
-      does it wait for the engines' answer.
+    - In all probes together the trainer waits for engines in at most half a percent of the run; a probe that is late is
+      repeated with a later version. Only after a step whose on-policy tokens differed (`mismatch/kl_same_version`) does
+      it wait for the engines' answer.
 """
 
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -50,6 +50,7 @@ class Tolerance:
 TOLERANCES = {Dtype.float32: Tolerance(1e-3, 1e-6), Dtype.bfloat16: Tolerance(0.15, 0.02)}
 
 
+@dataclass(eq=False)
 class EngineProbe:
     """Probes the engines of a run.
 
@@ -60,27 +61,29 @@ class EngineProbe:
         await probe.check(trainer)                   # the trainer still holds policy 7
     """
 
-    def __init__(self, probe: Probe, dtype: Dtype, warn: Callable[[str], None]):
-        self.probe = probe
-        self.dtype = dtype
-        self.tolerance = TOLERANCES[dtype]
-        self.warn = warn
-        self._next_version = 0  # that is probed
-        self._first_left = FIRST
-        self._retry = 1  # versions until the next probe if engines are late
-        self._suspected = False  # by the tokens of a step
-        self._started_s = time.monotonic()
-        self._waited_s = 0.0
-        self._version = 0  # of the probe that runs
-        self._prompt = np.zeros(0, dtype=np.int32)
-        self._running: dict[str, asyncio.Task[list[Completion]]] = {}  # by the engine's name
+    probe: Probe
+    dtype: Dtype
+    warn: Callable[[str], None]
+    _next_version: int = 0  # that is probed
+    _first_left: int = FIRST
+    _retry: int = 1  # versions until the next probe if engines are late
+    _suspected: bool = False  # by the tokens of a step
+    _started_s: float = field(default_factory=time.monotonic)
+    _waited_s: float = 0.0
+    _version: int = 0  # of the probe that runs
+    _prompt: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
+    _running: dict[str, asyncio.Task[list[Completion]]] = field(default_factory=dict)  # by the engine's name
+
+    @property
+    def tolerance(self) -> Tolerance:
+        return TOLERANCES[self.dtype]
 
     @property
     def running(self) -> bool:
         return bool(self._running)
 
     def start(self, version: int, engines: Sequence[RolloutEngine]) -> None:
-        """Have these engines, which hold policy `version`, sample if a probe is due. Does not wait."""
+        """Start a probe on these engines, which hold policy `version`, if one is due. Does not wait."""
         self.cancel()
         if self.probe is Probe.never or (version < self._next_version and not self._suspected):
             return
@@ -127,11 +130,10 @@ class EngineProbe:
                 self._judge(name, float(np.concatenate(differences).mean(dtype=np.float64)))
 
     def saw(self, kl: float | None) -> None:
-        """Have the next sync probed if a step's on-policy tokens differ; `kl` is their mean k3, None without any."""
+        """Probe the next sync if a step's on-policy tokens differ; `kl` is their mean k3, None without any."""
         self._suspected = kl is not None and not kl <= self.tolerance.kl
 
     def cancel(self) -> None:
-        """Forget a probe that runs."""
         for task in self._running.values():
             task.cancel()
         self._running = {}

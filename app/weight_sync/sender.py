@@ -60,7 +60,6 @@ class Sender:
             self.receivers = Receivers.rank_0 if has_gather else Receivers.rank_0_by_all_gather
 
     def describe(self) -> list[TensorMeta]:
-        """Return the tensors to send, in model order."""
         from app.model.policy import FLOAT32_PARAMETERS
 
         return [
@@ -142,7 +141,6 @@ class Sender:
     # --- for transports to override
 
     def allocate(self, size: int) -> "Tensor":
-        """Allocate a buffer of `size` bytes."""
         import torch
 
         return torch.empty(size, dtype=torch.uint8, device=self.device)
@@ -168,8 +166,7 @@ class Sender:
     def _allocate_buffers(self) -> None:
         if not self._has_buffers:
             return
-        # free the old buffers before allocating new ones
-        self.buffers = []
+        self.buffers = []  # freed before new ones are allocated
         size = max(bucket.bytes for bucket in self.buckets)
         if self.delta_encoder is not None:
             from app.weight_sync.delta import max_header_bytes
@@ -186,8 +183,9 @@ class Sender:
         return self.on_all_ranks or self.rank_index == 0
 
     def _gather(self, index: int) -> ReadyBucket:
-        """Fill the buffer of bucket `index`. A collective of all ranks."""
         import torch
+
+        from app.weight_sync.gather import gather_full
 
         bucket = self.buckets[index]
         slot = index % BUFFERS
@@ -197,22 +195,15 @@ class Sender:
             self.ready[slot] = self.delta_encoder.pack(index, bucket, buffer, receivers=self.receivers)
         else:
             self.ready[slot] = ReadyBucket(bucket)
-            self._gather_bucket(bucket, buffer)
+            for meta, offset in zip(bucket.tensors, bucket.offsets, strict=True):
+                dtype = getattr(torch, meta.dtype)
+                out = buffer[offset : offset + meta.bytes].view(dtype) if buffer is not None else None
+                gather_full(self.tensors[meta.name], dtype, out=out, receivers=self.receivers)
 
         # what follows reads the buffer on another stream or in another process
         if self.device.type != "cpu":
             torch.get_device_module(self.device).current_stream().synchronize()
         return replace(self.ready[slot], ipc_handle=self.ipc_handle(index))
-
-    def _gather_bucket(self, bucket: Bucket, buffer: "Tensor | None") -> None:
-        import torch
-
-        from app.weight_sync.gather import gather_full
-
-        for meta, offset in zip(bucket.tensors, bucket.offsets, strict=True):
-            dtype = getattr(torch, meta.dtype)
-            out = buffer[offset : offset + meta.bytes].view(dtype) if buffer is not None else None
-            gather_full(self.tensors[meta.name], dtype, out=out, receivers=self.receivers)
 
 
 def unsynced_parts(names: Iterable[str], synced: Collection[str]) -> list[str]:

@@ -36,17 +36,12 @@ class ShardSnapshot:
 
     @torch.no_grad()
     def replace(self, shard: Tensor) -> None:
-        """Store the whole shard (flat, float masters)."""
         for start, chunk in _chunks(shard, self._chunk):
             self._values[start : start + chunk.numel()].copy_(chunk)
 
     @torch.no_grad()
     def diff_and_replace(self, shard: Tensor, begin: int = 0, end: int | None = None) -> Changes:
-        """Compare the elements `begin` to `end` of the shard (flat, float masters) and store what changed.
-
-        Returns:
-            Ascending positions in the shard and new values, on the shard's device.
-        """
+        """Compare the elements `begin` to `end` of the shard (flat, float masters), store and return what changed."""
         replace = _replace_on_cpu if self.device.type == "cpu" else _replace
         scratch = _scratch(min(self._chunk, self._values.numel()), self._values.dtype, self.device)
         positions = [torch.empty(0, dtype=torch.int32, device=self.device)]
@@ -111,7 +106,6 @@ def _scratch(elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def _padded(elements: int) -> int:
-    """Round up to whole words."""
     return -(-elements // WORD) * WORD
 
 

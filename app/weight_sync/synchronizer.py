@@ -16,58 +16,60 @@ broadcast and reply together.
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from app.config.weight_sync import SyncMode, WeightSyncConfig
+from app.config import RunConfig
+from app.config.weight_sync import SyncMode, TransportKind, WeightSyncConfig, transport_of
+from app.device import Device
 from app.errors import EngineError, SyncError
 from app.protocols import RolloutEngine
 from app.trainer.remote import RemoteTrainer
 from app.types import SYNC_PHASES, InFlight, SyncReport
+from app.utils.dotted_path import resolve_own
 from app.utils.phase_timer import PhaseTimer
 from app.utils.units import MIB
 from app.weight_sync.buckets import Bucket, ReadyBucket, plan_buckets
-from app.weight_sync.deadlines import Deadline, best_effort
 from app.weight_sync.sender import Sender
-from app.weight_sync.transport.base import SENDER_EXTENSION, TRAINER_RANKS, Transport
+from app.weight_sync.transport.base import SENDER_EXTENSION, TRAINER_RANKS, Deadline, Transport, best_effort
+from app.weight_sync.transport.collective import CollectiveTransport
+from app.weight_sync.transport.ipc import IpcTransport
 from app.weight_sync.verify import Verifier
+
+if TYPE_CHECKING:
+    from app.weight_sync.adapters import AdapterSynchronizer
+
+    Synchronizer: TypeAlias = "BucketedWeightSynchronizer | AdapterSynchronizer"
 
 CLOSE_TIMEOUT_S = 3.0
 SESSION_OPEN = "already open"  # in the server's error about a session that a failed sync left open
+TRANSPORTS: Mapping[TransportKind, Callable[..., Transport]] = {
+    TransportKind.collective: CollectiveTransport,
+    TransportKind.ipc: IpcTransport,
+}
 
 
+@dataclass(eq=False)
 class BucketedWeightSynchronizer:
     """Implements `WeightSynchronizer` (app/protocols.py).
 
-    Lifecycle:
-        1. `prepare` whenever a trainer has loaded its model.
-        2. `sync`, any number of times; `set_engines` in between.
-        3. `abort` when trainer ranks were lost; continue with `prepare`.
-        4. `close` once.
+    Lifecycle: `prepare` whenever a trainer has loaded its model → `sync`, with `set_engines` in between → `abort` when
+    trainer ranks were lost, and again `prepare` → `close` once.
     """
 
-    def __init__(
-        self,
-        trainer: RemoteTrainer,
-        engines: Sequence[RolloutEngine],
-        config: WeightSyncConfig,
-        transport: Transport,
-        verifier: Verifier,
-        *,
-        in_flight: InFlight,
-        tensor_parallel: int,
-    ):
-        self.trainer = trainer
-        self.engines = dict(enumerate(engines))  # by engine index, which determines an engine's devices
-        self.config = config
-        self.transport = transport
-        self.verifier = verifier
-        self.in_flight = in_flight
-        self.tensor_parallel = tensor_parallel  # ranks of an engine
-        self._buckets: Sequence[Bucket] = ()
-        self._members_changed = False  # since the transport connected
-        self._synced_version: int | None = None  # that every engine is known to hold
-        self._deltas = 0  # since the last full sync
+    trainer: RemoteTrainer
+    engines: dict[int, RolloutEngine]  # by engine index, which determines an engine's devices
+    config: WeightSyncConfig
+    transport: Transport
+    verifier: Verifier
+    in_flight: InFlight
+    tensor_parallel: int  # ranks of an engine
+    _buckets: Sequence[Bucket] = ()
+    _members_changed: bool = False  # since the transport connected
+    _synced_version: int | None = None  # that every engine is known to hold
+    _deltas: int = 0  # since the last full sync
 
     async def prepare(self) -> None:
         """Attach the senders and plan the buckets. The next sync is full."""
@@ -129,7 +131,6 @@ class BucketedWeightSynchronizer:
         return self._report(version, sent, sync_seconds(timer, started), reused)
 
     async def abort(self) -> None:
-        """Disconnect both sides, in any state of the trainer ranks."""
         await self.transport.abort(self.trainer)
 
     async def close(self) -> None:
@@ -175,7 +176,6 @@ class BucketedWeightSynchronizer:
     def _bucket_calls(
         self, version: int, index: int, ready: Sequence[ReadyBucket]
     ) -> dict[str, Coroutine[Any, Any, Any]]:
-        """Return the calls that send bucket `index` and load it into the engines."""
         last = index + 1 == len(self._buckets)
         calls: dict[str, Coroutine[Any, Any, Any]] = {}
         calls[TRAINER_RANKS] = self.trainer.call(SENDER_EXTENSION, Sender.send_and_gather_next, index=index)
@@ -201,7 +201,7 @@ class BucketedWeightSynchronizer:
                 )
 
     async def _begin_update(self, engine: RolloutEngine) -> None:
-        """Open an update session; close one that a failed sync left open."""
+        # SGLang keeps the session of a failed sync open, and refuses a second one.
         try:
             await engine.update("begin_weight_update", {})
         except EngineError as error:
@@ -218,7 +218,6 @@ class BucketedWeightSynchronizer:
 
     @property
     def _flush_cache(self) -> bool:
-        """Whether to drop the KV cache of the old weights."""
         return self.in_flight is not InFlight.in_place
 
     def _delta_base(self) -> int | None:
@@ -251,3 +250,35 @@ class BucketedWeightSynchronizer:
 def sync_seconds(timer: PhaseTimer, started: float) -> dict[str, float]:
     """Return the seconds of each phase of a sync, and of all of them as `total`, since `started`."""
     return {**dict.fromkeys(SYNC_PHASES, 0.0), **timer.seconds(), "total": time.perf_counter() - started}
+
+
+def make_synchronizer(
+    config: RunConfig,
+    device: Device,
+    trainer: RemoteTrainer,
+    engines: Sequence[RolloutEngine],
+    folder: Path,
+    *,
+    one_machine: bool,
+) -> "Synchronizer":
+    """Create the synchronizer of a run in `folder`, not prepared yet.
+
+    `one_machine`: whether trainer ranks and engines share a machine, and with it the shared memory of its processes.
+    """
+    tensor_parallel = config.rollout.tensor_parallel
+    indexed = dict(enumerate(engines))
+    if config.model.lora.enabled:
+        from app.weight_sync.adapters import AdapterSynchronizer
+
+        one_machine = one_machine and not config.rollout.urls
+        return AdapterSynchronizer(trainer, indexed, config.weight_sync, tensor_parallel, one_machine)
+
+    kind = transport_of(config.weight_sync, shared_devices=config.shared_devices, device=device.kind)
+    target = config.weight_sync._target_
+    make: Callable[..., Transport] = TRANSPORTS[kind] if target is None else resolve_own(target)
+    transport = make(backend=device.collective, tensor_parallel=tensor_parallel, **config.weight_sync.args)
+
+    verifier = Verifier(config.weight_sync.verify, folder / "verify")
+    return BucketedWeightSynchronizer(
+        trainer, indexed, config.weight_sync, transport, verifier, config.placement.in_flight, tensor_parallel
+    )

@@ -17,9 +17,8 @@ from app.config.weight_sync import Verify
 from app.errors import SyncError
 from app.protocols import RolloutEngine
 from app.trainer.remote import RemoteTrainer
-from app.weight_sync.deadlines import Deadline
 from app.weight_sync.sender import Sender
-from app.weight_sync.transport.base import SENDER_EXTENSION, TRAINER_RANKS
+from app.weight_sync.transport.base import SENDER_EXTENSION, TRAINER_RANKS, Deadline
 
 EXPORT_CHECKS = 2  # the first sync, which proves names and shapes, and the first of a trained policy
 NAMED = 3  # parameters in a message
@@ -43,8 +42,8 @@ class Verifier:
         if not self._checks_left and not compare_engines:
             return
         if self._unsynced is None:
-            asked = trainer.call(SENDER_EXTENSION, Sender.unsynced)
-            self._unsynced = (await deadline.gather("verify: names", {TRAINER_RANKS: asked}))[TRAINER_RANKS][0]
+            naming = trainer.call(SENDER_EXTENSION, Sender.unsynced)
+            self._unsynced = (await deadline.gather("verify: names", {TRAINER_RANKS: naming}))[TRAINER_RANKS][0]
         synced = await self._hashes(deadline, engines)
 
         if compare_engines:
@@ -84,16 +83,14 @@ class Verifier:
         replies = await deadline.gather(
             "verify: checksums", {engine.name: engine.update("weights_checker", body) for engine in engines}
         )
-        return {name: hashes_of(reply) for name, reply in replies.items()}
-
-
-def hashes_of(reply: Mapping[str, Any]) -> Hashes:
-    """Return the parameters' hashes in a reply of `/weights_checker`."""
-    return {
-        (rank, name): checksum
-        for rank, answer in enumerate(reply["ranks"])
-        for name, checksum in answer["checksums"].items()
-    }
+        return {
+            name: {
+                (rank, parameter): checksum
+                for rank, answer in enumerate(reply["ranks"])
+                for parameter, checksum in answer["checksums"].items()
+            }
+            for name, reply in replies.items()
+        }
 
 
 def expect_equal(version: int, problem: str, expected: Hashes, actual: Hashes) -> None:

@@ -14,18 +14,16 @@ class FailureWindow:
     """Failures of the current window and of the whole run.
 
     Args:
-        phrase: What is counted, for the error: `episodes failed in every attempt`.
+        phrase: For the error: `episodes failed in every attempt`.
         key: The setting of `max_fraction`. Its section is the prefix of the metrics.
         max_fraction: Fraction of a window's units that may fail.
         window: Units per window: those of a step.
-        consequence: What becomes of a failed unit, as a sentence for the warnings.
-        kinds: Of failures, those that have a metric before the first one.
+        consequence: A sentence for the warnings: what happens to a failed unit.
+        kinds: Kinds of failures that have a metric before the first one.
 
     Attributes:
         by_kind: Failures so far, by kind; counted by the owner.
-        failed: Units that failed, so far.
-        total: Units so far.
-        last: Why the last warning or failure came, without a period; empty before the first.
+        last: Cause of the last warning or failure, without a period; empty before the first.
     """
 
     def __init__(

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from app.worker.wire import Close, Closed, Failed, Request
@@ -10,40 +11,24 @@ from app.worker.wire import Close, Closed, Failed, Request
 ABORTED = "it was aborted"
 
 
+@dataclass(eq=False)
 class Job:
     """One job that runs in a worker.
 
     Lifecycle: `next` until it returns the last message; `close` at any time.
-
-    Args:
-        number: Of the job, unique in its pool.
-        kill_worker: Ends the worker, given the kind of the failure and a text.
-
-    Attributes:
-        sent_s: When the worker last got a message about this job, as `time.monotonic()`.
-        closing_s: When it got the message to abort it, or None.
-        at_once: It was cancelled, and its worker is killed rather than waited for.
-        failure: How the job failed; None before its end, and if it ended well or was aborted.
     """
 
-    def __init__(
-        self,
-        number: int,
-        send: Callable[[Any], None],
-        kill_worker: Callable[[str, str], None],
-        on_end: Callable[["Job"], None],
-    ) -> None:
-        self.number = number
-        self.sent_s = time.monotonic()
-        self.closing_s: float | None = None
-        self.at_once = False
-        self.failure: Failed | None = None
-        self._kill_worker = kill_worker
-        self._send = send
-        self._on_end = on_end
-        self._messages: asyncio.Queue[Any] = asyncio.Queue()
-        self._requests: set[int] = set()
-        self._ended = asyncio.Event()
+    number: int  # unique in its pool
+    _send: Callable[[Any], None]
+    _kill_worker: Callable[[str, str], None]  # kind of the failure, text
+    _on_end: Callable[["Job"], None]
+    sent_s: float = field(default_factory=time.monotonic)  # when the worker last got a message about this job
+    closing_s: float | None = None  # when it got the message to abort it
+    force: bool = False  # it was cancelled, and its worker is killed after a few seconds
+    failure: Failed | None = None  # None before its end, and if it ended well or was aborted
+    _messages: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
+    _requests: set[int] = field(default_factory=set)
+    _ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def waits(self) -> bool:
@@ -73,21 +58,19 @@ class Job:
         if not self.ended:
             self._kill_worker(kind, text)
 
-    async def close(self, *, at_once: bool = False) -> None:
+    async def close(self, *, force: bool = False) -> None:
         """Abort the job unless it has ended, and wait until it has, or its worker is killed.
 
         Args:
-            at_once: Code that runs in a thread, or blocks the worker's event loop, is not waited for until its
-                deadline: after some seconds the worker is killed.
+            force: Kill the worker after some seconds if the job's code runs in a thread or blocks the event loop.
         """
         if not self.ended and self.closing_s is None:
             self.closing_s = time.monotonic()
-            self.at_once = at_once
-            self._send(Close(self.number, at_once))
+            self.force = force
+            self._send(Close(self.number, force))
         await self._ended.wait()
 
     def receive(self, message: Any) -> None:
-        """Take a message of the worker about this job."""
         if self.ended:
             return
         if isinstance(message, Request):

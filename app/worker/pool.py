@@ -11,7 +11,8 @@ Invariants:
 import asyncio
 import itertools
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from app.errors import RunError, one_line
@@ -22,36 +23,27 @@ from app.worker.remote import RemoteWorker, State, WorkerDied, WorkerSpec
 CHECK_TIMEOUT_S = 0.5  # between two looks at the workers
 
 
+@dataclass(eq=False)
 class WorkerPool:
     """Worker processes, each of which runs several jobs at once. Used on one event loop.
 
     Lifecycle: start_workers → begin_job* → close.
-
-    Args:
-        jobs: That one process runs at once.
-        warn: Called with a sentence when a worker is replaced.
-
-    Attributes:
-        failures: Failed jobs by kind.
-        restarts: Workers that were replaced.
-        closed: `close` was called.
     """
 
-    def __init__(self, spec: WorkerSpec, *, workers: int, jobs: int, warn: Callable[[str], None]) -> None:
-        self.failures: Counter[str] = Counter()
-        self.restarts = 0
-        self._spec = spec
-        self._size = workers
-        self._max_jobs = jobs
-        self._warn = warn
-        self._workers: list[RemoteWorker] = []
-        self._ended: list[RemoteWorker] = []  # to be replaced by the next `begin`
-        self._replaced: set[RemoteWorker] = set()  # killed, not yet reaped
-        self._waiting: deque[asyncio.Future[None]] = deque()
-        self._numbers = itertools.count()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._error: RunError | None = None
-        self.closed = False
+    spec: WorkerSpec
+    workers: int
+    jobs: int  # that one process runs at once
+    warn: Callable[[str], None]  # called with a sentence when a worker is replaced
+    failures: Counter[str] = field(default_factory=Counter)  # failed jobs by kind
+    restarts: int = 0  # workers that were replaced
+    closed: bool = False
+    _workers: list[RemoteWorker] = field(default_factory=list)
+    _ended: list[RemoteWorker] = field(default_factory=list)  # to be replaced by the next `begin`
+    _replaced: set[RemoteWorker] = field(default_factory=set)  # killed, not yet reaped
+    _waiting: deque[asyncio.Future[None]] = field(default_factory=deque)
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    _error: RunError | None = None
 
     def start_workers(self) -> asyncio.Task[None]:
         """Start all workers in the background. Once this has failed, every `begin_job` raises.
@@ -61,22 +53,19 @@ class WorkerPool:
             OSError: A process cannot be started.
             RunError: A worker died twice or took too long.
         """
-        self._workers = [self._new_worker() for _ in range(self._size)]
+        self._workers = [self._new_worker() for _ in range(self.workers)]
         return self._spawn(self._start_all())
 
     @property
     def info(self) -> Mapping[str, Any]:
-        """What the handler reports about itself."""
         return self._workers[0].info if self._workers else {}
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the workers that run."""
         return [worker.pid for worker in self._workers if worker.pid is not None and worker.state is not State.ended]
 
     @property
     def counts(self) -> dict[str, int]:
-        """Failed jobs by kind, and `restarts`."""
         return {**self.failures, "restarts": self.restarts}
 
     async def begin_job(self, payload: Any) -> Job:
@@ -109,7 +98,7 @@ class WorkerPool:
         for task in self._tasks:
             task.cancel()
         for worker in self._workers:
-            worker.end("lost", f"the workers of {self._spec.name} were closed")
+            worker.end("lost", f"the workers of {self.spec.name} were closed")
         for worker in (*self._workers, *self._replaced):
             worker.reap()
         self._wake_all()
@@ -119,8 +108,8 @@ class WorkerPool:
         if self._error is not None:
             raise self._error
         if self.closed or not self._workers:
-            raise RunError(f"The workers of {self._spec.name} {'are closed' if self.closed else 'have not started'}.")
-        ready = [each for each in self._workers if each.state is State.ready and len(each.jobs) < self._max_jobs]
+            raise RunError(f"The workers of {self.spec.name} {'are closed' if self.closed else 'have not started'}.")
+        ready = [each for each in self._workers if each.state is State.ready and len(each.jobs) < self.jobs]
         return min(ready, key=lambda each: len(each.jobs), default=None)
 
     def _job_ended(self, job: Job) -> None:
@@ -136,7 +125,7 @@ class WorkerPool:
                 self._spawn(self._replace(worker))
 
     def _new_worker(self) -> RemoteWorker:
-        return RemoteWorker(self._spec, self._job_ended, self._worker_ended)
+        return RemoteWorker(self.spec, self._job_ended, self._worker_ended)
 
     async def _start_all(self) -> None:
         try:
@@ -158,7 +147,7 @@ class WorkerPool:
 
     async def _replace(self, worker: RemoteWorker) -> None:
         self.restarts += 1
-        self._warn(f"A worker of {self._spec.name} is replaced: {worker.problem}.")
+        self.warn(f"A worker of {self.spec.name} is replaced: {worker.problem}.")
         await self._start(await self._swap_in_successor(worker))
 
     async def _swap_in_successor(self, worker: RemoteWorker) -> RemoteWorker:
@@ -197,5 +186,5 @@ class WorkerPool:
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._error = RunError(f"A worker of {self._spec.name} cannot be started: {one_line(error)}")
+            self._error = RunError(f"A worker of {self.spec.name} cannot be started: {one_line(error)}")
             self._wake_all()

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -38,23 +39,23 @@ def log(text: str) -> None:
         os.write(STDERR, f"{text.rstrip()}\n".encode(errors="backslashreplace"))
 
 
+@dataclass(eq=False)
 class WorkerProcess:
     """A process group. Nothing but `start` raises, and everything else is idempotent.
 
     Lifecycle: start → kill → reap, or start → end.
 
-    Args:
+    Attributes:
         handler: Module that it serves with.
         python: Interpreter. None: ours, with our `sys.path`. Another one has the working directory and its own
             packages.
         log: File that its output is appended to (None: stderr).
     """
 
-    def __init__(self, handler: str, python: str | None, log: Path | None) -> None:
-        self._handler = handler
-        self._python = python
-        self._log = log
-        self._process: subprocess.Popen[bytes] | None = None
+    handler: str
+    python: str | None
+    log: Path | None
+    _process: subprocess.Popen[bytes] | None = None
 
     @property
     def pid(self) -> int | None:
@@ -92,7 +93,6 @@ class WorkerProcess:
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     def reap(self) -> None:
-        """Wait for the killed process."""
         self._wait(KILL_TIMEOUT_S)
 
     def end(self) -> str:
@@ -121,17 +121,17 @@ class WorkerProcess:
         from app.utils.child_environment import for_children  # not in the worker: its interpreter may lack psutil
 
         environment = {"OMP_NUM_THREADS": "1", **for_children(os.environ), "PYTHONUNBUFFERED": "1"}
-        if self._python is None:
+        if self.python is None:
             environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
         else:
             environment = {name: value for name, value in environment.items() if name not in PARENT_ONLY}
 
-        if self._log is not None:
-            self._log.parent.mkdir(parents=True, exist_ok=True)
-        output = STDERR if self._log is None else os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        if self.log is not None:
+            self.log.parent.mkdir(parents=True, exist_ok=True)
+        output = STDERR if self.log is None else os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         try:
             return subprocess.Popen(
-                [self._python or sys.executable, str(SCRIPT), str(descriptor), str(os.getpid()), self._handler],
+                [self.python or sys.executable, str(SCRIPT), str(descriptor), str(os.getpid()), self.handler],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,

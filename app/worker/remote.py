@@ -20,7 +20,7 @@ from app.errors import RunError
 from app.utils.dotted_path import LoadError
 from app.worker.job import Job
 from app.worker.process import WorkerProcess
-from app.worker.wire import Begin, Closed, Codec, Failed, Heartbeat, Lines, Ready, Refused, Start, WireError
+from app.worker.wire import Begin, Closed, Codec, Failed, Heartbeat, LineProtocol, Ready, Refused, Start, WireError
 
 SILENCE_TIMEOUT_S = 10.0  # beyond `step_timeout_s`, without a beat
 CLOSE_TIMEOUT_S = 5.0  # without a beat since a job was to close at once
@@ -35,7 +35,7 @@ class WorkerDied(RunError):
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """What each worker of a pool runs.
+    """Settings of the workers of a pool.
 
     Attributes:
         name: For messages: `the environment`.
@@ -95,7 +95,7 @@ class RemoteWorker:
         self._on_job_end = on_job_end
         self._on_end = on_end
         self._process = WorkerProcess(spec.handler, spec.python, spec.log)
-        self._lines = Lines(spec.codec, self._receive, self._pipe_ended)
+        self._lines = LineProtocol(spec.codec, self._receive, self._died)
         self._started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._received_s = time.monotonic()
 
@@ -142,18 +142,20 @@ class RemoteWorker:
         if self.state is State.ended or self._process.pid is None:
             return
         if self._process.has_exited():  # a child that it forked may hold its pipe
-            self._died("")
+            self._died()
             return
 
         now = time.monotonic()
         timeout_s = self._spec.step_timeout_s
         overdue = now - 2 * timeout_s - ABORT_TIMEOUT_S
+        closing = [each.closing_s for each in self.jobs.values() if each.closing_s is not None]
+        forced = [each.closing_s for each in self.jobs.values() if each.closing_s is not None and each.force]
         if self.jobs and now - self._received_s > timeout_s + SILENCE_TIMEOUT_S:
             silence = now - self._received_s
             self.end("late", f"the worker was silent for {silence:.0f} s: {self._blocks}")
-        elif any(self._ignores(each, now) for each in self.jobs.values()):
+        elif any(self._received_s < closing_s < now - CLOSE_TIMEOUT_S for closing_s in forced):
             self.end("late", f"{self._blocks}, and the run does not wait for it")
-        elif any(each.closing_s is not None and each.closing_s < overdue for each in self.jobs.values()):
+        elif any(closing_s < overdue for closing_s in closing):
             self.end("late", "an aborted job did not end")
 
     def end(self, kind: str, text: str) -> None:
@@ -184,17 +186,11 @@ class RemoteWorker:
         """Wait for the killed process, blocking: milliseconds, unless much memory is freed."""
         self._process.reap()
 
-    def _ignores(self, job: Job, now: float) -> bool:
-        """Whether the worker has been silent since this job was to close at once."""
-        if not job.at_once or job.closing_s is None:
-            return False
-        return self._received_s < job.closing_s < now - CLOSE_TIMEOUT_S
-
     def _jobs_at_fault(self, kind: str) -> list[Job]:
         """Return the jobs to blame for the worker's end: those whose own code was running.
 
-        If all of them waited for an answer, something else killed the worker. In a worker that fell silent, a job
-        whose last message is newer than the worker's last read is not blamed, unless that leaves none.
+        In a worker that fell silent, a job with a message newer than the worker's last read is not blamed, unless that
+        leaves none.
         """
         own_code = [each for each in self.jobs.values() if not each.waits]
         if kind != "late":
@@ -216,27 +212,21 @@ class RemoteWorker:
             case Heartbeat():
                 pass
             case _:
-                self._route(message)
-
-    def _route(self, message: Any) -> None:
-        if isinstance(message, Failed | Closed) and message.stuck and self.state is State.ready:
-            self.state = State.retiring
-            self.problem = "code of an earlier job does not end"
-        job = self.jobs.get(message.job)
-        if job is not None:
-            job.receive(message)
+                if isinstance(message, Failed | Closed) and message.stuck and self.state is State.ready:
+                    self.state = State.retiring
+                    self.problem = "code of an earlier job does not end"
+                if (job := self.jobs.get(message.job)) is not None:
+                    job.receive(message)
 
     def _job_ended(self, job: Job) -> None:
         del self.jobs[job.number]
-        self.cancelled = job.at_once
+        self.cancelled = job.force
         self._on_job_end(job)
         if self.state is State.retiring and not self.jobs:
             self.end("late", self.problem)
 
-    def _pipe_ended(self, error: WireError | None) -> None:
-        self._died("" if error is None else f"; it wrote to the worker's pipe: {error}")
-
-    def _died(self, reason: str) -> None:
+    def _died(self, error: WireError | None = None) -> None:
+        reason = "" if error is None else f"; it wrote to the worker's pipe: {error}"
         self.end("died", f"the worker process died{self._process.end()}{reason}{self._see_log}")
 
     @property

@@ -3,7 +3,7 @@
     driver → worker   Start · Begin · Close · a handler's own
     worker → driver   Ready or Refused · Failed or Closed · Heartbeat · a handler's own
 
-The first key of an object names the message and carries its first field: `{"close": 3, "at_once": false}`.
+The first key of an object names the message and carries its first field: `{"close": 3, "force": false}`.
 
 Invariant: a worker sends exactly one last message for each Begin: a handler's result, Failed or Closed.
 """
@@ -60,11 +60,11 @@ class Request:
 class Close:
     """Abort a job.
 
-    at_once: The run ends or restarts its trainer, so that code which runs in a thread is hardly waited for.
+    force: The run ends or restarts its trainer: code that runs in a thread gets a few seconds only.
     """
 
     job: int
-    at_once: bool = False
+    force: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +79,8 @@ class Closed:
 class Failed:
     """A job failed.
 
-    kind: One that the handler reports (raised, late, value, memory); died or late, if the worker ended while the job's
-    own code was running; lost, if the worker ended because of another job or was closed.
+    kind: The handler's (raised, late, value, memory); died or late, if the worker ended while the job's own code was
+    running; lost, if the worker ended because of another job or was closed.
     """
 
     job: int
@@ -100,7 +100,7 @@ class Codec:
     r"""Encodes and decodes these messages and a handler's own.
 
     >>> Codec().encode(Close(3))
-    b'{"close":3,"at_once":false}\n'
+    b'{"close":3,"force":false}\n'
     """
 
     def __init__(self, *own: type[Any]) -> None:
@@ -109,7 +109,6 @@ class Codec:
         self._fields = {name: [each.name for each in fields(kind)] for name, kind in self._types.items()}
 
     def encode(self, message: Any) -> bytes:
-        """Return a message as a line."""
         name = type(message).__name__.lower()
         first, *others = self._fields[name]
         values = {name: getattr(message, first)}
@@ -138,7 +137,7 @@ def _plain(value: Any) -> Any:
 
 
 @dataclass(eq=False)
-class Lines(asyncio.Protocol):
+class LineProtocol(asyncio.Protocol):
     """One end of the pipe, on an event loop.
 
     Args:

@@ -8,14 +8,16 @@ from typing import Any
 from app.checkpoint.manager import CheckpointManager
 from app.checkpoint.run_state import RunState
 from app.utils.files import ChecksumWriter
+from tests.simulation import SimTrainer
 
 DATA = "__0_0.distcp"
 
 
-class PlainFiles:
-    """`Savable` without tensors. `delay` virtual or real seconds pass before a write."""
+class PlainFiles(SimTrainer):
+    """A trainer without tensors. `delay` virtual or real seconds pass before a write."""
 
     def __init__(self, delay: float = 0.0) -> None:
+        super().__init__()
         self.delay = delay
 
     async def checkpoint_bytes(self) -> int:

@@ -19,16 +19,18 @@ from app.config.trainer import TrainerConfig
 from app.device.torchvision_shim import define_operators
 from app.trainer.checkpoint_state import RankState
 from tests.checkpoint.resume_scenarios import trainer_of
+from tests.simulation import SimTrainer
 from tests.trainer.support import Scenario, scored_groups, train
 from tests.trainer.test_step import GRPO
 
 DEADLINE_S = 120.0
 
 
-class OneProcess:
-    """`Savable` in one process."""
+class OneProcess(SimTrainer):
+    """The checkpoints of a trainer of one process."""
 
     def __init__(self, state: RankState) -> None:
+        super().__init__()
         self.state = state
         self.gate = threading.Event()  # writes wait while it is cleared
         self.gate.set()

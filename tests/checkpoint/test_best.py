@@ -6,12 +6,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import pytest
-
-from app.checkpoint.folder import best, complete, find, latest, named, newest_intact, there_are
+from app.checkpoint.folder import best, complete, find, latest, named, newest_intact
 from app.checkpoint.manager import CheckpointManager
 from app.checkpoint.run_state import RunState, read_intact
-from app.errors import DamagedCheckpoint
 from tests.checkpoint.plain_files import PlainFiles, names
 
 SAVED = ((10, 0.5), (20, 0.8), (30, None), (40, 0.6), (50, 0.8))  # step, accuracy
@@ -71,16 +68,6 @@ def test_a_run_that_starts_over_has_no_best(tmp_path: Path) -> None:
     (checkpoints.folder / "latest").unlink()
     checkpoints.start_over()
     assert (best(tmp_path), names(tmp_path), checkpoints.is_best(0.1)) == (None, {"aside"}, True)
-
-
-def test_what_is_there_is_named_and_a_missing_best_is_said(tmp_path: Path) -> None:
-    folder = save(tmp_path).folder
-    for path in (tmp_path, folder / "step_10"):
-        assert there_are(path) == "step_20, step_40, step_50 are there"
-    assert there_are(tmp_path / "other") == f"{tmp_path / 'other'} has no checkpoint"
-    (folder / "step_20").rename(tmp_path / "lost")
-    with pytest.raises(DamagedCheckpoint, match=r"step_20, .*best.*resume="):
-        best(tmp_path)
 
 
 WRITES = {"os.rename", "os.remove", "os.rmdir", "os.mkdir", "open"}

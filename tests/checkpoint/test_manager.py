@@ -14,7 +14,7 @@ import pytest
 
 from app.checkpoint.folder import latest
 from app.checkpoint.manager import CheckpointManager
-from app.checkpoint.run_state import RunState, read_intact, read_state, require_model
+from app.checkpoint.run_state import RunState, read_intact, read_state
 from app.config.trainer import TrainerConfig
 from app.errors import CheckpointError
 from tests.checkpoint.plain_files import names
@@ -88,16 +88,6 @@ def test_a_committed_step_is_not_written_again(trainer: OneProcess, tmp_path: Pa
     assert path.stat().st_ino == inode
 
 
-def test_prepare_removes_unfinished_checkpoints(trainer: OneProcess, tmp_path: Path) -> None:
-    unfinished = tmp_path / "checkpoints" / "step_3.tmp"
-    unfinished.mkdir(parents=True)
-    (unfinished / "__0_0.distcp").write_bytes(b"half")
-    checkpoints = CheckpointManager(tmp_path, keep=2)
-    assert latest(tmp_path) is None
-    checkpoints.prepare(trainer.state.bytes)
-    assert names(tmp_path) == set()
-
-
 # --- failures raise one sentence and leave the previous checkpoint untouched
 
 
@@ -160,13 +150,6 @@ def test_an_unreadable_file_raises_one_sentence(trainer: OneProcess, path: Path,
             other.restore(saved_at)
         assert "\n" not in str(raised.value)
         file.write_bytes(content)
-
-
-def test_a_checkpoint_of_another_model_is_refused_with_the_difference() -> None:
-    state, path = RunState(1, 1, model={"vocab_size": 101, "source": "/old/place"}), Path("step_1")
-    require_model(state, {"vocab_size": 101, "source": "/new/place"}, path)
-    with pytest.raises(CheckpointError, match=r"step_1 .*vocab_size is 101"):
-        require_model(state, {"vocab_size": 7}, path)
 
 
 # --- kill -9

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 
 from huggingface_hub import ModelCard
@@ -50,30 +49,13 @@ def block(card: ModelCard) -> Sequence[str]:
 
 def test_a_card_says_how_the_model_was_trained(tmp_path: Path) -> None:
     card = card_of(tmp_path, "device=cuda", "model=qwen3_4b", "data=gsm8k", "algorithm=dapo", base_card=BASE_CARD)
-    assert card.data.to_dict() == {
-        "base_model": "Qwen/Qwen3-4B",
-        "datasets": ["openai/gsm8k"],
-        "library_name": "transformers",
-        "license": "other",
-        "license_name": "qwen",
-        "license_link": "https://example.org/LICENSE",
-        "pipeline_tag": "text-generation",
-        "tags": ["dapo", "reinforcement-learning"],
-    }
-    assert facts(card) == {
-        "base model": "Qwen/Qwen3-4B",
-        "steps": "20",
-        "`algorithm.name`": "dapo",
-        "`algorithm.prompts_per_step`": "32",
-        "`algorithm.group_size`": "8",
-        "`data.name`": "gsm8k",
-        "`trainer.lr`": "1e-06",
-        "`reward.components.math`": "1.0",
-        "first evaluation": "25.0% after step 0 (n = 200)",
-        "last evaluation": "50.0% after step 20 (n = 150)",
-        "trained with": f"hydra-posttrain {version('hydra-posttrain')}",
-    }
-    assert block(card)[3].startswith("model = AutoModelForCausalLM.from_pretrained(")
+    front = card.data.to_dict()
+    assert (front["base_model"], front["datasets"]) == ("Qwen/Qwen3-4B", ["openai/gsm8k"])
+    assert (front["license"], front["license_name"]) == ("other", "qwen")
+    found = facts(card)
+    assert (found["steps"], found["`algorithm.name`"], found["`reward.components.math`"]) == ("20", "dapo", "1.0")
+    assert found["first evaluation"] == "25.0% after step 0 (n = 200)"
+    assert found["last evaluation"] == "50.0% after step 20 (n = 150)"
 
 
 def test_the_card_of_an_adapter_is_loaded_onto_its_base(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def hold_before(owner: type, name: str, applies: Callable[..., bool]) -> None:
 
 def hold(moment: str) -> None:
     if moment == "sync":
-        from app.weight_sync.deadlines import Deadline
+        from app.weight_sync.transport.base import Deadline
 
         hold_before(Deadline, "gather", lambda self, phase, calls: self.version == 3 and phase.startswith("bucket 1 "))
     elif moment == "checkpoint":

@@ -66,15 +66,6 @@ def test_after_kill_9_of_an_engine_of_a_rank_and_of_the_driver(
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("overrides", list(RUNS.values()), ids=list(RUNS))
-def test_after_a_run_that_ends(overrides: list[str], start: Callable[..., Run], folders: PrivateFolders) -> None:
-    run = start("steps=2", *overrides)
-    assert run.wait() == 0, run.text
-    assert folders.left() == []
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_after_an_interrupt_in_a_weight_sync(
     start: Callable[..., Run], folders: PrivateFolders, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -60,17 +60,6 @@ def test_peaks_are_those_of_the_fullest_device_in_each_phase() -> None:
     assert metrics["memory/trainer_rss_mib"] == 5
 
 
-def test_a_cpu_has_no_device_peak() -> None:
-    assert not [name for name in metrics_of_a_step(*4 * [(None, None)]) if "device" in name]
-
-
-def test_a_full_machine_ends_the_run() -> None:
-    monitor = MemoryMonitor(SimTrainer(), EnginePool([engine()]), fail)
-    monitor._last_sample = {"trainer rank 1": MemoryUse(9 * MIB, 0.98), "engine 0": MemoryUse(20 * MIB, 0.2)}
-    with pytest.raises(RunError, match=r"the machine of trainer rank 1 has used 98\.0% .* engine 0 with 20 MiB"):
-        monitor.check()
-
-
 def test_an_engine_keeps_its_name_while_another_one_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_monitor, "memory_use", lambda _: MemoryUse(MIB, 0.1))  # of the driver
     pool = EnginePool([engine(), engine(20 * MIB, 0.98)])
@@ -97,7 +86,7 @@ def unreadable(_: list[int]) -> None:
     ("role", "owner", "name", "measure", "reason"),
     [
         ("trainer", SimTrainer, "memory", refuses, "on purpose"),
-        ("trainer", SimTrainer, "memory", never, "within 10 s"),
+        ("trainer", SimTrainer, "memory", never, "TimeoutError"),
         ("engine", SimEngine, "memory", refuses, "on purpose"),
         ("driver", memory_monitor, "memory_use", unreadable, "on purpose"),
     ],
@@ -120,4 +109,4 @@ def test_processes_whose_memory_cannot_be_measured_are_missing_with_one_warning(
         f"memory/{each}_rss_mib" for each in measured
     }
     (warning,) = warnings
-    assert re.search(f"{role} processes .*{reason}", warning)
+    assert re.search(f"{role} processes: .*{reason}", warning)

@@ -18,7 +18,7 @@ from app.device import device_of
 from app.errors import RunError
 from app.cluster.connect import connect
 from app.cluster.placement_group import reserve
-from app.rollout.engine.host.server_connection import own_devices
+from app.rollout.engine.server_connection import own_devices
 from tests.compose import composed
 
 results = {}
@@ -131,7 +131,7 @@ from ray.cluster_utils import Cluster
 from app.device import device_of
 from app.cluster.connect import connect
 from app.cluster.placement_group import reserve
-from app.rollout.engine.host.server_connection import own_devices
+from app.rollout.engine.server_connection import own_devices
 from tests.compose import composed
 
 def node(gpus):

@@ -168,15 +168,3 @@ def test_what_is_in_a_read_only_home_is_still_there_after_a_run(
         assert Path.home() != tmp_path
         assert (Path.home() / "notes" / "a.txt").exists()
     assert all(file.exists() for file in files)
-
-
-def test_in_a_home_that_is_missing_a_run_has_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path / "missing"))
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    with process_reaper():
-        home = Path.home()
-        (home / ".ray").mkdir(exist_ok=True)
-        assert home.is_relative_to(os.environ["TMPDIR"])
-        assert Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).is_relative_to(home)
-    assert os.environ["HOME"] == str(tmp_path / "missing")
-    assert not home.exists()

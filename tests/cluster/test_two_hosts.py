@@ -98,16 +98,6 @@ def assert_ended(*hosts: Host) -> None:
         until(partial(_empty, host), 60)
 
 
-def test_a_run_ends_well_on_a_slow_wire_that_loses_packets(tmp_path: Path, run_on: Callable[..., Run]) -> None:
-    with two_hosts(tmp_path / "hosts", delay_ms=25, loss=0.02) as hosts:
-        hosts.start_ray(ENGINE_ON_THE_SECOND)
-        run = run_on(hosts, "steps=4")
-        until(lambda: "app.rollout.engine.launcher" in parts_on(hosts.second), 100)
-        assert run.wait(200) == 0, run.text
-        assert steps(run) == [1, 2, 3, 4]
-        assert_ended(*hosts)
-
-
 def test_an_engine_of_a_lost_host_is_replaced_when_a_host_joins(tmp_path: Path, run_on: Callable[..., Run]) -> None:
     """Until then the run goes on with the other engine, and what the lost host ran ends by itself."""
     with two_hosts(tmp_path / "hosts") as hosts:
@@ -171,14 +161,3 @@ def test_a_run_whose_trainer_host_is_lost_in_a_checkpoint_ends_and_resumes(
         run = run_on(hosts, *settings)
         assert run.wait(150) == 0, run.text
         assert_ledger(run.folder, 12)
-
-
-def test_a_host_lost_while_its_engine_starts_ends_the_run(tmp_path: Path, run_on: Callable[..., Run]) -> None:
-    with two_hosts(tmp_path / "hosts") as hosts:
-        hosts.start_ray(ENGINE_ON_THE_SECOND)
-        run = run_on(hosts, "steps=20")
-        until(lambda: "app.rollout.engine.launcher" in parts_on(hosts.second), 100)
-        hosts.cut()
-        assert run.wait(150) == 1, run.text
-        assert re.search(rf"engine 1: .*start: .*{LOST}", run.last_lines), run.text
-        assert_ended(*hosts)

@@ -85,15 +85,14 @@ class Host:
 class TwoHosts:
     """The hosts `first` and `second`, connected."""
 
-    def __init__(self, folder: Path, *, delay_ms: float = 0, loss: float = 0) -> None:
+    def __init__(self, folder: Path) -> None:
         self.first, self.second = (
             Host(f"{PREFIX}{letter}", f"10.77.0.{number}", folder / letter) for number, letter in enumerate("ab", 1)
         )
         for host in self:
             self._make(host)
-        options = [f"--delay-ms={delay_ms}", f"--loss={loss}"]
         self._wire = subprocess.Popen(
-            [sys.executable, "-m", "tests.cluster.wire", self.first.name, self.second.name, *options],
+            [sys.executable, "-m", "tests.cluster.wire", self.first.name, self.second.name],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
@@ -155,11 +154,11 @@ class TwoHosts:
 
 
 @contextmanager
-def two_hosts(folder: Path, *, delay_ms: float = 0, loss: float = 0) -> Iterator[TwoHosts]:
-    """Make the hosts; end their processes and remove them afterwards. `delay_ms` is one way."""
+def two_hosts(folder: Path) -> Iterator[TwoHosts]:
+    """Make the hosts; end their processes and remove them afterwards."""
     remove_hosts()
     try:
-        with closing(TwoHosts(folder, delay_ms=delay_ms, loss=loss)) as hosts:
+        with closing(TwoHosts(folder)) as hosts:
             yield hosts
     finally:
         remove_hosts()

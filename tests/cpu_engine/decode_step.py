@@ -1,9 +1,9 @@
-"""The torch operators of a decode step: `python -m tests.cpu_engine.decode_step FOLDER`, with an engine's environment.
+"""Decode steps of SGLang's models: `python -m tests.cpu_engine.decode_step FOLDER`, with an engine's environment.
 
 Makes a tiny model of each of `CASES` in FOLDER and runs SGLang's model of it in a process of its own, forked after
-SGLang was imported. Prints a line of JSON for each: the operators of a step with the model as one function, and again
-with SGLang's modules (a model with a hook is not plain), the largest difference of the logits, and whether the model
-counts as plain when something is changed in it.
+SGLang was imported. Prints a line of JSON for each: the largest difference of the logits between the model as one
+function and SGLang's modules (a model with a hook is not plain), and whether the model counts as plain when something
+is changed in it.
 """
 
 import contextlib
@@ -11,14 +11,12 @@ import importlib
 import json
 import os
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from app.device.cpu import DEVICE
 from app.device.torchvision_shim import define_operators
@@ -40,18 +38,6 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {  # architecture, dtype, se
     "qwen3": ("Qwen3", "float32", {"head_dim": 16}),
     "qwen3, bfloat16": ("Qwen3", "bfloat16", {"head_dim": 16}),
 }
-
-
-class Counted(TorchDispatchMode):
-    """Counts the operators that are called, views too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls[str(operator.overloadpacket)] += 1
-        return operator(*args, **(kwargs or {}))
 
 
 def save(folder: Path, architecture: str, dtype: str, settings: dict[str, Any]) -> None:
@@ -108,8 +94,8 @@ def without_tokenizer(module: Any) -> Iterator[None]:
     module.get_tokenizer = before
 
 
-def decode(runner: Any) -> tuple[Counter[str], Tensor]:
-    """Run a prefill and two steps; return the second step's operators and logits."""
+def decode(runner: Any) -> Tensor:
+    """Run a prefill and two steps; return the second step's logits."""
     from sglang.benchmark import one_batch
 
     runner.clear()
@@ -118,9 +104,8 @@ def decode(runner: Any) -> tuple[Counter[str], Tensor]:
     _, _, batch = runner.extend(requests)
     tokens = torch.arange(REQUESTS) + 7  # the same ones whatever was sampled
     runner.decode(tokens, batch)
-    with Counted() as counted:
-        _, logits = runner.decode(tokens + 20, batch)
-    return counted.calls, logits
+    _, logits = runner.decode(tokens + 20, batch)
+    return logits
 
 
 def plain_when(module: Any) -> dict[str, bool]:
@@ -157,17 +142,17 @@ def measure(folder: Path, case: str) -> dict[str, Any]:
     save(folder / case, architecture, dtype, settings)
     runner = load(str(folder / case), dtype)
     torch.set_num_threads(1)
-    whole, logits = decode(runner)
+    logits = decode(runner)
 
     module = runner.torch_runner.model.model
     plain = plain_when(module)
     module.register_forward_hook(lambda *_: None)
     dense_model._plain.clear()
-    modules, expected = decode(runner)
+    expected = decode(runner)
 
     difference = (logits - expected).abs().max().item()
     size = expected.std().item()
-    return {"case": case, "whole": whole, "modules": modules, "difference": difference, "size": size, "plain": plain}
+    return {"case": case, "difference": difference, "size": size, "plain": plain}
 
 
 def main(folder: Path) -> None:

@@ -49,15 +49,6 @@ def process_parent(server: Server) -> int:
     return psutil.Process(server.pid).ppid()
 
 
-async def test_the_exit_code_of_a_forked_server_is_reported(tiny_model: Path, tmp_path: Path) -> None:
-    server = Server(server_spec(tiny_model, tmp_path, name="engine 0", no_such_flag=1))
-
-    await server.start()
-    message = str(await asyncio.wait_for(server.died(), 60))
-    assert "exited with code 2" in message
-    assert "unrecognized arguments: --no-such-flag" in message
-
-
 async def test_a_server_imports_sglang_itself_where_there_is_no_fork_server(tiny_model: Path, tmp_path: Path) -> None:
     missing = replace(server_spec(tiny_model, tmp_path, name="engine 0"), fork=partial(fork, tmp_path / "none"))
     server = Server(missing)

@@ -23,20 +23,6 @@ def test_requests_that_go_on_keep_their_rows() -> None:
     assert step(copy, {3: 11, 7: 7}) == ([1, 0], [], set())
 
 
-def test_the_last_row_moves_to_where_a_request_has_left() -> None:
-    copy = WorkingCopy()
-    step(copy, {1: 5, 2: 5, 3: 5})
-    assert step(copy, {2: 6, 3: 6}) == ([1, 0], [(2, 0)], set())
-
-
-def test_a_request_that_missed_a_step_or_was_prefilled_again_is_stale() -> None:
-    copy = WorkingCopy()
-    step(copy, {1: 5, 2: 5})
-    assert step(copy, {1: 6, 2: 7}) == ([0, 1], [], {1})
-    copy.forget([2])
-    assert step(copy, {1: 7, 2: 8}) == ([0, 1], [], {1})
-
-
 def test_rows_that_are_too_short_or_much_too_long_are_read_again() -> None:
     copy = WorkingCopy()
     step(copy, {1: 5, 2: 5})
@@ -61,15 +47,6 @@ def test_a_layer_that_gets_more_rows_keeps_what_it_holds() -> None:
         assert len(larger) == 4
         assert torch.equal(larger[:2], before)
         assert not larger[2:].any()
-
-
-def test_memory_is_kept_when_requests_leave() -> None:
-    copy = WorkingCopy()
-    step(copy, dict.fromkeys(range(8), 5))
-    before = copy.layer(0, heads=2, key_width=3, value_width=4)
-    step(copy, {0: 6})
-    after = copy.layer(0, heads=2, key_width=3, value_width=4)
-    assert [tensor.data_ptr() for tensor in after] == [tensor.data_ptr() for tensor in before]
 
 
 def test_rows_hold_what_they_should_through_thousands_of_random_steps() -> None:

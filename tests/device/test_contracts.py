@@ -15,7 +15,7 @@ from app.device import device_of
 from app.mode.plan.memory import STATES_PER_REQUEST, TRACKING_STATES
 from app.model.policy import FLOAT32_PARAMETERS
 from app.rollout.engine.server_args import engine_flags
-from app.rollout.engine.sglang_plugin.derived_weights import LOADED, TRANSPOSED
+from app.rollout.engine.sglang_plugin.patches import LOADED, TRANSPOSED
 from tests.compose import composed
 from tests.device.packages import Package, installed, metadata, wheel
 

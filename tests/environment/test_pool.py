@@ -133,7 +133,7 @@ async def test_an_episode_that_waits_for_a_place_gets_one_after_a_cancelled_one_
         await asyncio.to_thread(until, lambda: len(notes(tmp_path)) == 1, PATIENCE_S)
         waiting = asyncio.ensure_future(play_one(pool, "end"))
         await asyncio.sleep(0)
-        await asyncio.wait_for(session.close(at_once=True), PATIENCE_S)
+        await asyncio.wait_for(session.close(force=True), PATIENCE_S)
         end, counts = (await waiting).end, pool.counts
     assert isinstance(end, End)
     assert counts == {"restarts": 1}

@@ -73,7 +73,7 @@ def test_a_checkpoint_continues_with_the_text_that_it_was_trained_with(tiny_mode
     for saved, given in ((OWN, OWN), (None, None)):
         require_model(RunState(3, 3, model=model(saved)), model(given), Path("step_3"))
     for saved, given in ((OWN, None), (None, OWN), (OWN, f"{OWN}\n")):
-        with pytest.raises(CheckpointError, match=r"another chat template: model\.chat_template"):
+        with pytest.raises(CheckpointError, match="chat_template is "):
             require_model(RunState(3, 3, model=model(saved)), model(given), Path("step_3"))
 
 

@@ -33,13 +33,10 @@ LAYERS = "RowParallelLinear"  # the output projections of attention and MLP
 
 def environment(folder: Path, attribute: str = STALE) -> dict[str, str]:
     """Variables with which SGLang finds this plugin in `folder`, as if it were installed."""
-    metadata = folder / "caching_double-1.0.dist-info"
-    metadata.mkdir(parents=True, exist_ok=True)
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: caching-double\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text(f"[sglang.srt.plugins]\ncaching_double = {__name__}:load\n")
-    root = Path(__file__).parents[2]
-    path = os.pathsep.join([str(folder), str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return {VARIABLE: attribute, "PYTHONPATH": path}
+    from tests.rollout.support import install_plugin  # not in SGLang's processes
+
+    path = install_plugin(folder, __name__)["PYTHONPATH"]
+    return {VARIABLE: attribute, "PYTHONPATH": os.pathsep.join([path, str(Path(__file__).parents[2])])}
 
 
 def assignments(variables: Mapping[str, str]) -> list[str]:

@@ -16,9 +16,10 @@ import ray
 import torch
 
 from app.device.torchvision_shim import transformers
-from app.rollout.engine.host import EngineHost, HostSpec
+from app.rollout.engine.host import EngineHost
 from app.rollout.engine.remote import RemoteEngine
 from app.rollout.engine.server import ServerSpec
+from app.rollout.engine.server_connection import HostSpec
 from app.types import Completion, GroupRequest, Sampling
 from tests import conftest
 
@@ -43,26 +44,10 @@ def server_spec(model: Path, folder: Path, *, name: str, **flags: Any) -> Server
     return replace(conftest.server_spec(model, folder, name=name, **flags), key=KEY)
 
 
-def host_spec(
-    folder: Path,
-    *,
-    name: str,
-    server: ServerSpec | None = None,
-    url: str | None = None,
-    key: str | None = None,
-    start_timeout_s: float = 300,
-    stall_timeout_s: float = 60,
-) -> HostSpec:
-    return HostSpec(
-        name=name,
-        start_timeout_s=start_timeout_s,
-        stall_timeout_s=stall_timeout_s,
-        releases_memory=False,
-        log=folder / f"{name.replace(' ', '_')}_host.log",
-        server=server,
-        url=url,
-        key=key,
-    )
+def host_spec(folder: Path, *, name: str, **settings: Any) -> HostSpec:
+    log = folder / f"{name.replace(' ', '_')}_host.log"
+    spec = HostSpec(name, start_timeout_s=300, stall_timeout_s=60, releases_memory=False, log=log)
+    return replace(spec, **settings)
 
 
 def remote(spec: HostSpec) -> RemoteEngine:
@@ -122,6 +107,17 @@ def without_end(model: Path, folder: Path) -> Path:
             settings: dict[str, Any] = json.loads((copy / name).read_text())
             (copy / name).write_text(json.dumps({**settings, "eos_token_id": None}))
     return copy
+
+
+def install_plugin(folder: Path, module: str, code: str | None = None) -> dict[str, str]:
+    """Return the PYTHONPATH with which SGLang finds `module:load` as a plugin in `folder`, which gets its `code`."""
+    metadata = folder / f"{module.replace('.', '_')}-1.0.dist-info"
+    metadata.mkdir(parents=True, exist_ok=True)
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{module} = {module}:load\n")
+    if code is not None:
+        (folder / f"{module}.py").write_text(code)
+    return {"PYTHONPATH": os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 
 def process_group(leader: int) -> list[psutil.Process]:

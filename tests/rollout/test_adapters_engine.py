@@ -58,21 +58,6 @@ def long(version: int) -> Any:
     return request(f"a/{version}@0", group_size=4, temperature=HOT, max_tokens=400)
 
 
-async def test_versions_in_one_batch_have_the_logprobs_of_their_merged_models(
-    engine: RemoteEngine, bodies: Mapping[int, Any], tiny_model: Path
-) -> None:
-    await engine.load_adapter(1, bodies[1])
-    first = await in_flight(engine, long(1), running=4)
-    await engine.load_adapter(2, bodies[2])
-    second = await in_flight(engine, long(2), running=5)
-    completions = {1: await first, 2: await second}
-    for version, other in ((1, 2), (2, 1)):
-        assert versions(completions[version]) == {version}
-        assert logprobs_differ(merged(tiny_model, version), long(version), completions[version]) < ROUNDING
-        assert logprobs_differ(merged(tiny_model, other), long(version), completions[version]) > 0.01
-        assert logprobs_differ(merged(tiny_model, None), long(version), completions[version]) > 0.01
-
-
 async def test_the_adapters_of_requests_in_flight_stay_and_all_others_go(
     engine: RemoteEngine, bodies: Mapping[int, Any], tiny_model: Path
 ) -> None:

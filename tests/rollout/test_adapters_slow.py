@@ -1,6 +1,5 @@
 """Adapters on two ranks, of the second model family, and on servers of `rollout.urls`."""
 
-import asyncio
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -34,48 +33,40 @@ async def two_versions(engine: RemoteEngine, bodies: dict[int, Any]) -> dict[int
     return {1: await first, 2: await second}
 
 
-def assert_logprobs(model: Path, completions: dict[int, list[Completion]], rounding: float) -> None:
-    for version, other in ((1, 2), (2, 1)):
-        spans = {span.version for each in completions[version] for span in each.spans}
-        assert spans == {version}
-        assert logprobs_differ(merged(model, version), long(version), completions[version]) < rounding
-        assert logprobs_differ(merged(model, other), long(version), completions[version]) > 0.01
-
-
-def test_two_ranks_serve_an_adapter_as_one(ray_session: None, tiny_model: Path, tmp_path: Path) -> None:
+async def test_two_ranks_serve_an_adapter_as_one(ray_session: None, tiny_model: Path, tmp_path: Path) -> None:
     bind = {"SGLANG_CPU_OMP_THREADS_BIND": cores_of_ranks(os.cpu_count() or 1, 2)}
     engine = adapter_engine(tiny_model, tmp_path, name="engine of two", environment=bind, tp_size=2)
     bodies = {version: body_of(tensors_of(tiny_model, version), ranks=2) for version in (1, 2)}
 
-    async def run() -> dict[int, list[Completion]]:
-        await engine.start(300)
-        try:
-            return await two_versions(engine, bodies)
-        finally:
-            await engine.stop()
+    await engine.start(300)
+    try:
+        completions = await two_versions(engine, bodies)
+    finally:
+        await engine.stop()
+    for version, other in ((1, 2), (2, 1)):
+        assert {span.version for each in completions[version] for span in each.spans} == {version}
+        assert logprobs_differ(merged(tiny_model, version), long(version), completions[version]) < ROUNDING
+        assert logprobs_differ(merged(tiny_model, other), long(version), completions[version]) > 0.01
 
-    assert_logprobs(tiny_model, asyncio.run(run()), ROUNDING)
 
-
-def test_a_running_server_serves_adapters_of_several_hosts(ray_session: None, tiny_model: Path, tmp_path: Path) -> None:
+async def test_a_running_server_serves_adapters_of_several_hosts(
+    ray_session: None, tiny_model: Path, tmp_path: Path
+) -> None:
     """As after a restart of the driver: the adapters of the host before it are still there."""
     bodies = {version: body_of(tensors_of(tiny_model, version)) for version in (1, 2)}
     own = adapter_engine(tiny_model, tmp_path, name="engine 0", most=2)
 
-    async def run() -> list[Completion]:
-        await own.start(300)
-        try:
-            await own.load_adapter(1, bodies[1])
-            url, key = await address_of(own)
-            spec = host_spec(tmp_path, name="engine 1", url=url, key=key)
-            other = remote(replace(spec, serves_adapters=True))
-            await other.start(60)
-            with pytest.raises(EngineError, match="engine 1 has no adapter"):
-                await other.generate(long(1))
-            for version in (1, 2, 1, 2):
-                assert await other.load_adapter(version, bodies[version]) == 1
-            return await other.generate(long(2))
-        finally:
-            await own.stop()
-
-    assert logprobs_differ(merged(tiny_model, 2), long(2), asyncio.run(run())) < ROUNDING
+    await own.start(300)
+    try:
+        await own.load_adapter(1, bodies[1])
+        url, key = await address_of(own)
+        other = remote(replace(host_spec(tmp_path, name="engine 1", url=url, key=key), serves_adapters=True))
+        await other.start(60)
+        with pytest.raises(EngineError, match="engine 1 has no adapter"):
+            await other.generate(long(1))
+        for version in (1, 2, 1, 2):
+            assert await other.load_adapter(version, bodies[version]) == 1
+        completions = await other.generate(long(2))
+    finally:
+        await own.stop()
+    assert logprobs_differ(merged(tiny_model, 2), long(2), completions) < ROUNDING

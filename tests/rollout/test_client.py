@@ -14,8 +14,6 @@ from aiohttp import web
 from app.errors import EngineError
 from app.rollout.engine import client as clients
 from app.rollout.engine.client import Client, ConnectionLost, parse, spans, spans_in_place
-from app.rollout.engine.host.requests_in_flight import MAX_ABORT_CALLS
-from app.rollout.engine.remote import RemoteEngine
 from app.types import FinishReason, VersionSpan
 from tests.rollout.support import host_spec, remote, request
 
@@ -112,16 +110,11 @@ async def failure(url: str, *, key: str | None = None, seconds: float | None = 1
         await client.close()
 
 
-async def refused(_: web.Request) -> web.Response:
-    return web.json_response({"success": False, "message": "there is no such group"})
+def replying(text: str, status: int = 200) -> Handler:
+    async def reply(_: web.Request) -> web.Response:
+        return web.Response(status=status, text=text)
 
-
-async def broken(_: web.Request) -> web.Response:
-    return web.Response(status=500, text="Internal Server Error")
-
-
-async def locked(_: web.Request) -> web.Response:
-    return web.json_response({"error": "Unauthorized"}, status=401)
+    return reply
 
 
 async def silent(_: web.Request) -> web.Response:
@@ -138,16 +131,18 @@ async def hanging_up(given: web.Request) -> web.Response:
 @pytest.mark.parametrize(
     ("handler", "sentence"),
     [
-        (refused, "engine 1: /flush was refused (HTTP 200): there is no such group"),
-        (broken, "engine 1: /flush was refused (HTTP 500): Internal Server Error"),
-        (locked, "engine 1 at {url} refused our key (HTTP 401)"),
-        (silent, "engine 1: no answer to /flush within 1 s"),
-        (hanging_up, "engine 1: /flush failed: ServerDisconnectedError: Server disconnected"),
+        (replying('{"success": false, "message": "no such group"}'), "/flush was refused (HTTP 200): no such group"),
+        (replying("Internal Error", 500), "/flush was refused (HTTP 500): Internal Error"),
+        (replying('{"error": "Unauthorized"}', 401), "at {url} refused our key (HTTP 401)"),
+        (silent, "no answer to /flush within 1 s"),
+        (hanging_up, "/flush failed: ServerDisconnectedError"),
     ],
 )
 async def test_a_call_that_fails_says_which_engine_and_why(handler: Handler, sentence: str) -> None:
     async with serving(flush=handler) as url:
-        assert str(await failure(url)) == sentence.format(url=url)
+        error = str(await failure(url))
+        assert error.startswith("engine 1")
+        assert sentence.format(url=url) in error
 
 
 def test_a_server_that_accepts_no_connection_is_a_lost_connection(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,10 +159,6 @@ def test_a_server_that_accepts_no_connection_is_a_lost_connection(monkeypatch: p
     assert "engine 1: /flush failed: ConnectionTimeoutError" in str(error)
 
 
-async def good(_: web.Request) -> web.Response:
-    return web.json_response({})
-
-
 async def test_the_members_of_a_group_have_their_own_request_ids(ray_session: None, tmp_path: Path) -> None:
     bodies: list[dict[str, Any]] = []
 
@@ -176,7 +167,7 @@ async def test_the_members_of_a_group_have_their_own_request_ids(ray_session: No
         bodies.append(body)
         return web.json_response([answer([(-0.5, 7)], "stop") for _ in body["rid"]])
 
-    async with serving(health=good, server_info=good, generate=generate) as url:
+    async with serving(health=replying("{}"), server_info=replying("{}"), generate=generate) as url:
         engine = remote(host_spec(tmp_path, name="engine 1", url=url))
         await engine.start(60)
         for name in ("data/0@0", "data/0@1", "data/1@0", "data/0@0"):
@@ -190,49 +181,3 @@ async def test_the_members_of_a_group_have_their_own_request_ids(ray_session: No
     assert bodies[0]["return_logprob"] is True
     sampling = {"temperature": 0.7, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "max_new_tokens": 5, "stop": []}
     assert bodies[0]["sampling_params"] == sampling
-
-
-def test_an_engine_of_a_whole_model_takes_no_adapter(engine: RemoteEngine) -> None:
-    with pytest.raises(EngineError, match=r"engine 0 .*model\.lora\.rank"):
-        asyncio.run(engine.load_adapter(1, {}))
-
-
-async def test_an_abort_calls_the_server_for_many_requests_at_a_time(ray_session: None, tmp_path: Path) -> None:
-    """Each call is answered only after `MAX_ABORT_CALLS` of them arrived: one after the other they would never end."""
-    waiting = 0
-    most = 0
-    all_arrived = asyncio.Event()
-    aborted: list[str] = []
-    sampled = asyncio.Event()
-
-    async def generate(given: web.Request) -> web.Response:
-        body = await given.json()
-        await sampled.wait()
-        return web.json_response([answer([(-0.5, 7)], "abort") for _ in body["rid"]])
-
-    async def abort_request(given: web.Request) -> web.Response:
-        nonlocal waiting, most
-        waiting += 1
-        most = max(most, waiting)
-        if waiting == MAX_ABORT_CALLS:
-            all_arrived.set()
-        await all_arrived.wait()
-        waiting -= 1
-        aborted.append((await given.json())["rid"])
-        if len(aborted) == 128:
-            sampled.set()
-        return web.json_response({})
-
-    async with serving(health=good, server_info=good, generate=generate, abort_request=abort_request) as url:
-        engine = remote(host_spec(tmp_path, name="engine 1", url=url))
-        await engine.start(60)
-        tasks = [asyncio.create_task(engine.generate(request(f"data/{i}@0", group_size=64))) for i in range(2)]
-        while (await engine.stats()).groups < 2:  # noqa: ASYNC110 (another process)
-            await asyncio.sleep(0.01)
-        await asyncio.wait_for(engine.abort(["data/0@0", "data/1@0", "not/there@0"]), 60)
-        groups = await asyncio.gather(*tasks)  # asked for: no error
-        await engine.stop()
-        result = [completion.finish_reason for group in groups for completion in group]
-    assert result == [FinishReason.abort] * 128
-    assert len(set(aborted)) == 128
-    assert most == MAX_ABORT_CALLS

@@ -1,27 +1,24 @@
 """What an engine derived from its weights follows them, however they are loaded."""
 
-import asyncio
 import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import ray
 import torch
 
 from app.cluster.actors import cores_of_ranks
 from app.config.device import Dtype
 from app.config.weight_sync import SyncMode, Verify
-from app.rollout.engine.sglang_plugin.derived_weights import TRANSPOSED, refresh_convolutions
-from app.types import Completion, GroupRequest
+from app.rollout.engine.sglang_plugin.patches import TRANSPOSED, refresh_convolutions
 from app.weight_sync.sender import Sender
 from app.weight_sync.transport.base import SENDER_EXTENSION
+from tests.rollout.adapters import logprobs_differ
 from tests.rollout.caching_double import REFRESHED, environment
-from tests.rollout.support import host_spec, noisy_model, remote, request, server_spec, transformers_logprobs
-from tests.weight_sync.support import make_synchronizer, make_trainer, set_weights, started
+from tests.rollout.support import host_spec, noisy_model, remote, request, server_spec
+from tests.weight_sync.support import make_synchronizer, make_trainer, running, set_weights
 
 CACHED = ("o_proj.weight", "down_proj.weight")  # by the double
 BF16_ERROR = 0.1  # nats, on average
@@ -66,16 +63,8 @@ def caching(ray_session: None, tiny_model: Path, tmp_path_factory: pytest.TempPa
     variables = environment(folder, REFRESHED) | {"SGLANG_CPU_OMP_THREADS_BIND": cores_of_ranks(os.cpu_count() or 1, 2)}
     server = replace(server, environment={**server.environment, **variables}, fork=None)
     engine = remote(host_spec(folder, name="engine 0", server=server))
-    trainer = make_trainer(tiny_model, folder, ranks=2, dtype=Dtype.bfloat16)
-
-    async def both() -> None:
-        await asyncio.gather(engine.start(300), started(trainer))
-
-    asyncio.run(both())
-    yield trainer, engine
-    asyncio.run(engine.stop())
-    for actor in (engine.actor, *trainer.ranks):
-        ray.kill(actor)
+    with running(engine, make_trainer(tiny_model, folder, ranks=2, dtype=Dtype.bfloat16)) as both:
+        yield both
 
 
 @pytest.mark.slow
@@ -95,8 +84,8 @@ async def test_an_engine_that_keeps_copies_computes_with_the_weights_that_it_loa
     policy = noisy_model(export, 0)
     given = request(group_size=8, max_tokens=24)
     completions = await engine.generate(given)
-    assert mean_difference(policy, completions, given) < BF16_ERROR
-    assert mean_difference(with_old_copies(policy, tiny_model), completions, given) > 4 * BF16_ERROR
+    assert logprobs_differ(policy, given, completions) < BF16_ERROR
+    assert logprobs_differ(with_old_copies(policy, tiny_model), given, completions) > 4 * BF16_ERROR
 
 
 async def sync(way: str, trainer: Any, engine: Any, seed: int, export: Path) -> None:
@@ -122,9 +111,3 @@ def with_old_copies(policy: Any, model: Path) -> Any:
     state = {name: tensor for name, tensor in policy.state_dict().items() if not name.endswith(CACHED)}
     old.load_state_dict(state, strict=False)
     return old
-
-
-def mean_difference(policy: Any, completions: list[Completion], given: GroupRequest) -> float:
-    """Between the log-probabilities of these completions and transformers', in nats."""
-    differences = [np.abs(each.logprobs - transformers_logprobs(policy, each, given)) for each in completions]
-    return float(np.concatenate(differences).mean())

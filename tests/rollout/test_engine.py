@@ -71,12 +71,6 @@ def test_sampled_logprobs_are_those_of_transformers_at_the_temperature(
     assert largest_difference(tiny_model, [given], [completions]) < 1e-4
 
 
-def test_greedy_completions_are_all_the_same(engine: RemoteEngine) -> None:
-    given = request(group_size=3, temperature=0.0, max_tokens=12)
-    completions = asyncio.run(engine.generate(given)) + asyncio.run(engine.generate(given))
-    assert len({completion.token_ids.tobytes() for completion in completions}) == 1
-
-
 @pytest.mark.parametrize(("cut", "ranks"), [({"top_k": 2}, {0, 1}), ({"min_p": 1.0}, {0})])
 def test_a_cut_changes_what_is_sampled_and_not_the_logprobs_that_are_reported(
     cut: dict[str, Any], ranks: set[int], engine: RemoteEngine, tiny_model: Path
@@ -92,21 +86,18 @@ def test_a_cut_changes_what_is_sampled_and_not_the_logprobs_that_are_reported(
     assert largest_difference(tiny_model, [given], [completions]) < 1e-4
 
 
-def test_a_completion_ends_with_its_stop_string_whose_tokens_have_logprobs(
+async def test_a_completion_ends_with_its_stop_string_whose_tokens_have_logprobs(
     ray_session: None, tiny_model: Path, tmp_path: Path
 ) -> None:
     given = request(group_size=16, temperature=HOT, max_tokens=LONG)
     given = replace(given, sampling=replace(given.sampling, stop=("7", "12")))
 
-    async def run() -> list[Completion]:
-        started = make_engine(tiny_model, tmp_path, name="engine 2", skip_tokenizer_init=False)
-        await started.start(300)
-        try:
-            return await started.generate(given)
-        finally:
-            await started.end()
-
-    completions = asyncio.run(run())
+    started = make_engine(tiny_model, tmp_path, name="engine 2", skip_tokenizer_init=False)
+    await started.start(300)
+    try:
+        completions = await started.generate(given)
+    finally:
+        await started.end()
     assert_whole(completions, given)
     assert {completion.finish_reason for completion in completions} == {FinishReason.stop}
     vocabulary = (*SPECIAL, *CHARACTERS)
@@ -208,9 +199,3 @@ async def test_a_prompt_in_flight_is_refused_a_second_time_and_ends_with_an_abor
     await endless.abort()
     assert {completion.finish_reason for completion in await asyncio.wait_for(task, 60)} == {FinishReason.abort}
     assert (await endless.stats()).groups == 0
-
-
-def test_a_request_that_the_server_refuses_says_why(engine: RemoteEngine) -> None:
-    with pytest.raises(EngineError, match=r"^engine 0: /generate .*HTTP 400"):
-        asyncio.run(engine.generate(request(max_tokens=-1)))
-    assert len(asyncio.run(engine.generate(request()))) == 4  # it still serves

@@ -1,34 +1,22 @@
 """A server in which SGLang has not installed all of our hooks does not start, and says which are missing."""
 
 import asyncio
-import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from app.rollout.engine.server import Server, ServerSpec
-from app.rollout.engine.sglang_plugin import request_report
-from app.rollout.engine.sglang_plugin.entry_points import SCHEDULER
-from tests.rollout.support import server_spec
+from app.rollout.engine.sglang_plugin.entry_points import INTERNAL_STATE, SCHEDULER
+from tests.rollout.support import install_plugin, server_spec
 
-MISSPELLED = request_report.INTERNAL_STATE.replace("internal", "infernal")
+MISSPELLED = INTERNAL_STATE.replace("internal", "infernal")
 PLUGIN = f"""
 def load():
-    from app.rollout.engine.sglang_plugin import request_report
+    from app.rollout.engine.sglang_plugin import entry_points
 
-    request_report.INTERNAL_STATE = {MISSPELLED!r}
+    entry_points.INTERNAL_STATE = {MISSPELLED!r}
 """
-
-
-def plugin_folder(folder: Path) -> Path:
-    """A folder for PYTHONPATH with an SGLang plugin that runs before ours and misspells one of its targets."""
-    metadata = folder / "misspelling-1.0.dist-info"
-    metadata.mkdir()
-    (folder / "misspelling_plugin.py").write_text(PLUGIN)
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: misspelling\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text("[sglang.srt.plugins]\nmisspelling = misspelling_plugin:load\n")
-    return folder
 
 
 async def end_of(spec: ServerSpec) -> str:
@@ -45,8 +33,8 @@ async def end_of(spec: ServerSpec) -> str:
 @pytest.mark.timeout(240)
 async def test_a_server_whose_sglang_lacks_a_target_names_it(tiny_model: Path, tmp_path: Path) -> None:
     spec = server_spec(tiny_model, tmp_path, name="engine 0")
-    path = os.pathsep.join([str(plugin_folder(tmp_path)), *filter(None, [os.environ.get("PYTHONPATH")])])
-    error = await end_of(replace(spec, environment={**spec.environment, "PYTHONPATH": path}, fork=None))
+    plugin = install_plugin(tmp_path, "misspelling_plugin", PLUGIN)
+    error = await end_of(replace(spec, environment={**spec.environment, **plugin}, fork=None))
     assert MISSPELLED in error.splitlines()[-1]
     assert "exited with code 1" in error
 

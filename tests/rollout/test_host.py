@@ -6,15 +6,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from app.errors import EngineError, EngineLost
+from app.rollout.engine import host as module
+from app.rollout.engine import server_connection
 from app.rollout.engine.client import ConnectionLost
-from app.rollout.engine.host import EngineHost, HostSpec, server_connection
-from app.rollout.engine.host import engine_host as module
-from app.types import GroupRequest, InFlight, Sampling
-from tests.rollout.support import host_spec, server_spec
+from app.rollout.engine.host import EngineHost
+from app.rollout.engine.server_connection import HostSpec
+from app.types import InFlight
+from tests.rollout.support import host_spec, request, server_spec
 
 
 class SilentClient:
@@ -43,10 +44,6 @@ def started(client: object, monkeypatch: pytest.MonkeyPatch, folder: Path) -> En
     host._connection._client = client  # type: ignore[assignment]
     host._connection._failure = asyncio.get_running_loop().create_future()
     return host
-
-
-def request(prompt_id: str) -> GroupRequest:
-    return GroupRequest(prompt_id, np.zeros(1, dtype=np.int32), 1, Sampling(1.0, 1.0, 4), 0)
 
 
 async def test_an_abort_of_everything_includes_what_waits_for_admission(

@@ -39,20 +39,6 @@ async def sent(pool: EnginePool, name: str, group_size: int) -> asyncio.Task[lis
     return task
 
 
-async def test_work_goes_to_the_engine_with_the_fewest_completions_outstanding() -> None:
-    one, two = ManualEngine(), ManualEngine()
-    pool = EnginePool([one, two])
-    first = await sent(pool, "a", 8)
-    for name in ("b", "c"):
-        await sent(pool, name, 3)
-    await sent(pool, "d", 3)  # two has 6 outstanding, one 8
-    assert (list(one.groups), list(two.groups)) == (["a"], ["b", "c", "d"])
-    one.groups["a"].set_result([])
-    assert await first == []
-    await sent(pool, "e", 1)
-    assert list(one.groups) == ["a", "e"]
-
-
 async def test_an_engine_that_failed_a_group_has_no_work_left_from_it() -> None:
     one, two = ManualEngine(), ManualEngine()
     pool = EnginePool([one, two])

@@ -17,7 +17,7 @@ from tests.cpu_engine.test_batched_attention import ragged, staggered
 from tests.rollout.episodes import TALK, Recording, asked, largest_difference_of_sequences, played, trained
 from tests.rollout.support import HOT, in_flight, largest_difference, noisy_model, request
 from tests.tiny_models.make import Recipe
-from tests.weight_sync.support import make_synchronizer, make_trainer, set_weights, started
+from tests.weight_sync.support import make_synchronizer, make_trainer, running, set_weights
 
 # transformers' own float32 log-probabilities of this model are up to 3e-5 from its float64 ones: its linear attention
 # amplifies rounding ten times as much as Qwen3's attention does. Weights of another version differ by 0.1 and more.
@@ -31,29 +31,19 @@ def model(made_model: Callable[..., Path]) -> Path:
 
 
 @pytest.fixture(scope="module")
-def engine_and_trainer(
+def trainer_and_engine(
     ray_session: None, model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Any, Any]]:
     """A server and a trainer rank of this model, started at the same time."""
-    import ray
-
     folder = tmp_path_factory.mktemp("qwen35")
     engine = make_engine(model, folder, name="engine of qwen35", disable_radix_cache=True)
-    trainer = make_trainer(model, folder)
-
-    async def start() -> None:
-        await asyncio.gather(engine.start(300), started(trainer))
-
-    asyncio.run(start())
-    yield engine, trainer
-    asyncio.run(engine.stop())
-    for rank in trainer.ranks:
-        ray.kill(rank)
+    with running(engine, make_trainer(model, folder)) as both:
+        yield both
 
 
 @pytest.fixture
-def engine(engine_and_trainer: tuple[Any, Any]) -> RemoteEngine:
-    return engine_and_trainer[0]
+def engine(trainer_and_engine: tuple[Any, Any]) -> RemoteEngine:
+    return trainer_and_engine[1]
 
 
 def test_requests_that_come_and_go_have_the_logprobs_of_transformers(engine: RemoteEngine, model: Path) -> None:
@@ -86,9 +76,9 @@ def test_all_turns_of_episodes_have_the_logprobs_of_transformers(engine: RemoteE
 
 
 async def test_a_push_equals_the_export_and_logprobs_are_those_of_the_pushed_weights(
-    engine_and_trainer: tuple[Any, Any], model: Path, tmp_path: Path
+    trainer_and_engine: tuple[Any, Any], model: Path, tmp_path: Path
 ) -> None:
-    engine, trainer = engine_and_trainer
+    trainer, engine = trainer_and_engine
     given = request("after", group_size=4, temperature=1.0, max_tokens=12)
 
     push = await make_synchronizer("ipc", trainer, [engine], tmp_path, verify=Verify.always)

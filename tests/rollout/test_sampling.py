@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.rollout.engine.sglang_plugin.sampling import BLOCK, sample, select
+from app.rollout.engine.sglang_plugin.patches import BLOCK, sample, select
 
 
 def original(*arguments: Any) -> Any:

@@ -75,45 +75,6 @@ async def test_every_load_has_a_name_of_its_own_and_later_requests_use_it() -> N
             assert (adapter.name, adapter.version) == (name, version)
 
 
-async def test_an_adapter_in_use_is_unloaded_when_its_last_request_ends() -> None:
-    server = Double()
-    await server.adapters.load(1, BODY)
-    ends = [await server.request(), await server.request()]
-    assert await server.adapters.load(2, BODY) == 2
-    ends[0].set()
-    await settled()
-    assert server.loaded == ["policy-v1-h-0", "policy-v2-h-1"]
-    ends[1].set()
-    await settled()
-    assert server.loaded == ["policy-v2-h-1"]
-
-
-async def test_nothing_is_unloaded_while_the_server_is_paused() -> None:
-    server = Double()
-    await server.adapters.load(1, BODY)
-    ended = await server.request()
-    server.adapters.pause()
-    assert await server.adapters.load(2, BODY) == 2
-    ended.set()
-    await settled()
-    assert server.calls == ["+policy-v1-h-0", "+policy-v2-h-1"]
-    server.adapters.resume()
-    await settled()
-    assert server.calls[2:] == ["-policy-v1-h-0"]
-
-
-async def test_a_failed_load_leaves_the_adapter_before_it_in_force() -> None:
-    server = Double()
-    await server.adapters.load(1, BODY)
-    server.failures["+"] = [EngineError("refused")]
-    with pytest.raises(EngineError, match="refused"):
-        await server.adapters.load(2, BODY)
-    with server.adapters.for_request() as adapter:
-        assert adapter.version == 1
-    assert await server.adapters.load(3, BODY) == 1
-    assert server.calls[2:] == ["+policy-v3-h-2", "-policy-v1-h-0"]
-
-
 async def test_an_adapter_whose_load_was_not_answered_is_unloaded_later() -> None:
     """The server may have it all the same."""
 
@@ -142,16 +103,6 @@ async def test_an_unload_that_failed_is_logged_and_tried_again_with_the_next_loa
         assert server.loaded == ["policy-v3-h-2"]
     (warning,) = caplog.messages
     assert warning.startswith("engine 0: policy-v1-h-0 ")
-
-
-async def test_an_adapter_that_the_server_does_not_have_any_more_is_forgotten() -> None:
-    server = Double()
-    await server.adapters.load(1, BODY)
-    server.failures["-"] = [NoAnswer("no answer")]
-    await server.adapters.load(2, BODY)
-    server.loaded.remove("policy-v1-h-0")
-    assert await server.adapters.load(3, BODY) == 1
-    assert server.calls.count("-policy-v1-h-0") == 1
 
 
 async def test_a_load_does_not_fail_because_an_unload_is_refused(caplog: pytest.LogCaptureFixture) -> None:
@@ -189,18 +140,6 @@ async def test_requests_that_do_not_end_when_aborted_fail_the_load() -> None:
     with pytest.raises(EngineError, match=r"engine 0: .*policy 1 .*within"):
         await server.adapters.load(3, BODY)
     assert server.loaded == ["policy-v1-h-0", "policy-v2-h-1"]
-
-
-@pytest.mark.parametrize(
-    ("info", "limit"),
-    [
-        ({"enable_lora": True, "max_loaded_loras": 5, "max_loras_per_batch": 4}, 5),
-        ({"enable_lora": True, "max_loaded_loras": None, "max_loras_per_batch": 8}, 8),
-        ({"enable_lora": True}, 2),
-    ],
-)
-def test_the_limit_is_the_servers(info: Mapping[str, Any], limit: int) -> None:
-    assert adapter_limit("engine 0", "http://a:1", info) == limit
 
 
 @pytest.mark.parametrize(

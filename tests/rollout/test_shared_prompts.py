@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from app.rollout.engine.remote import RemoteEngine
-from app.rollout.engine.sglang_plugin import shared_prompts
+from app.rollout.engine.sglang_plugin import patches
 from tests.rollout.support import HOT, largest_difference, request
 
 MEMBERS, PROMPT_TOKENS = 6, 40
@@ -52,12 +52,12 @@ class Request:
 def test_a_request_waits_once_and_only_for_its_own_prompt() -> None:
     prompt = list(range(40))
     first = Request(prompt)
-    assert shared_prompts.waits(adder(first), Request(list(prompt)))
-    assert not shared_prompts.waits(adder(), Request(prompt))
-    assert not shared_prompts.waits(adder(first), Request([*prompt[:-1], 7]))
-    assert not shared_prompts.waits(adder(first), Request(list(prompt), cached=39))
-    assert not shared_prompts.waits(adder(first, tree_cache=SimpleNamespace(disable=True)), Request(list(prompt)))
-    assert not shared_prompts.waits(adder(first, rem_mamba_slots=3), Request(list(prompt)))
+    assert patches.waits(adder(first), Request(list(prompt)))
+    assert not patches.waits(adder(), Request(prompt))
+    assert not patches.waits(adder(first), Request([*prompt[:-1], 7]))
+    assert not patches.waits(adder(first), Request(list(prompt), cached=39))
+    assert not patches.waits(adder(first, tree_cache=SimpleNamespace(disable=True)), Request(list(prompt)))
+    assert not patches.waits(adder(first, rem_mamba_slots=3), Request(list(prompt)))
 
     waiting = Request(list(prompt))
     added: list[Any] = []
@@ -66,7 +66,7 @@ def test_a_request_waits_once_and_only_for_its_own_prompt() -> None:
         added.append(req)
         return "added"
 
-    shared_prompts.add_one_req(original, adder(first), waiting, False, None)
+    patches.add_one_req(original, adder(first), waiting, False, None)
     assert added == []
-    assert shared_prompts.add_one_req(original, adder(first), waiting, False, None) == "added"
+    assert patches.add_one_req(original, adder(first), waiting, False, None) == "added"
     assert added == [waiting]

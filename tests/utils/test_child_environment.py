@@ -12,27 +12,10 @@ import pytest
 
 from app.utils.child_environment import for_children, home_is_writable, make_home
 
-LAUNCHERS = {
-    "RANK": "3",
-    "LOCAL_RANK": "3",
-    "WORLD_SIZE": "8",
-    "MASTER_ADDR": "node0",
-    "TORCHELASTIC_USE_AGENT_STORE": "True",
-    "OMPI_COMM_WORLD_RANK": "3",
-    "PMI_RANK": "3",
-    "PMIX_RANK": "3",
-    "MPI_LOCALRANKID": "3",
-    "SLURM_PROCID": "3",
-    "MV2_COMM_WORLD_RANK": "3",
-    "SLURM_STEP_ID": "0",
-}
-OF_THE_JOB = {
-    "SLURM_JOB_ID": "7",
-    "MPI_HOME": "/opt/mpi",
-    "SLURM_TMPDIR": "/scratch/7",
-    "CUDA_VISIBLE_DEVICES": "2",
-    "WANDB_API_KEY": "k",
-}
+TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_USE_AGENT_STORE")
+MPI = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "MPI_LOCALRANKID", "MV2_COMM_WORLD_RANK")
+LAUNCHERS = dict.fromkeys((*TORCHRUN, *MPI, "SLURM_PROCID", "SLURM_STEP_ID"), "3")
+OF_THE_JOB = dict.fromkeys(("SLURM_JOB_ID", "MPI_HOME", "SLURM_TMPDIR", "CUDA_VISIBLE_DEVICES", "WANDB_API_KEY"), "7")
 
 
 def test_a_launchers_place_of_a_process_is_not_inherited_and_the_job_is() -> None:

@@ -4,7 +4,8 @@ import asyncio
 import json
 import secrets
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,9 @@ from app.config.algorithm import AlgorithmConfig, Correction
 from app.config.device import DeviceKind, Dtype
 from app.config.model import LoraConfig
 from app.config.trainer import TrainerConfig
-from app.config.weight_sync import SyncMode, Verify, WeightSyncConfig
+from app.config.weight_sync import Verify, WeightSyncConfig
 from app.types import GroupRequest, InFlight, Sampling
 from app.weight_sync.synchronizer import BucketedWeightSynchronizer
-from app.weight_sync.transport.base import Transport
 from app.weight_sync.transport.collective import CollectiveTransport
 from app.weight_sync.transport.ipc import IpcTransport
 from app.weight_sync.verify import Verifier
@@ -97,41 +97,43 @@ async def started(trainer: Any, *, weights: bool = True) -> Any:
     return trainer
 
 
+@contextmanager
+def running(engine: Any, trainer: Any) -> Iterator[tuple[Any, Any]]:
+    """Start an engine and a trainer, and end both after the block. Yields trainer, engine."""
+    import ray
+
+    async def start() -> None:
+        await asyncio.gather(engine.start(300), started(trainer))
+
+    asyncio.run(start())
+    try:
+        yield trainer, engine
+    finally:
+        asyncio.run(engine.stop())
+        for actor in (engine.actor, *trainer.ranks):
+            ray.kill(actor)
+
+
 async def make_synchronizer(
     transport: str,
     trainer: Any,
     engines: list[Any],
     folder: Path,
     *,
-    bucket_mib: float = 512.0,
     verify: Verify = Verify.first,
     in_flight: InFlight = InFlight.drain,
-    timeout_s: float = 60.0,
     tensor_parallel: int = 1,
-    mode: SyncMode = SyncMode.full,
-    full_every: int = 0,
     backend: str = "gloo",
-    rebuild_group: bool = False,
+    **settings: Any,
 ) -> BucketedWeightSynchronizer:
-    """Create and prepare a synchronizer."""
-    implementation: Transport
-    if transport == "ipc":
-        implementation = IpcTransport(tensor_parallel=tensor_parallel)
-    else:
-        implementation = CollectiveTransport(backend=backend, tensor_parallel=tensor_parallel)
-    config = WeightSyncConfig(
-        bucket_mib=bucket_mib,
-        verify=verify,
-        timeout_s=timeout_s,
-        mode=mode,
-        full_every=full_every,
-        rebuild_group=rebuild_group,
-    )
+    """Create and prepare a synchronizer. `settings` are those of `weight_sync`."""
+    config = WeightSyncConfig(verify=verify, **{"bucket_mib": 512.0, "timeout_s": 60.0, **settings})
+    make = IpcTransport if transport == "ipc" else CollectiveTransport
     synchronizer = BucketedWeightSynchronizer(
         trainer,
-        engines,
+        dict(enumerate(engines)),
         config,
-        implementation,
+        make(backend=backend, tensor_parallel=tensor_parallel),
         Verifier(verify, folder / "verify"),
         in_flight=in_flight,
         tensor_parallel=tensor_parallel,
@@ -232,15 +234,6 @@ async def drop_reply(incoming: web.Request, forward: Any) -> web.Response:
     await forward()
     await asyncio.sleep(3600)
     raise AssertionError
-
-
-def delay_reply(seconds: float) -> Rule:
-    async def rule(incoming: web.Request, forward: Any) -> web.Response:
-        answer = await forward()
-        await asyncio.sleep(seconds)
-        return answer
-
-    return rule
 
 
 def once(rule: Rule, at: int = 0) -> Rule:

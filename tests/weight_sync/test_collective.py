@@ -1,7 +1,6 @@
 """The process group of a sync, against libraries with the habits of NCCL and HCCL."""
 
 import asyncio
-import re
 import threading
 import time
 from collections.abc import Iterator
@@ -16,8 +15,7 @@ from app.config.device import DeviceKind
 from app.config.weight_sync import Verify
 from app.device import device_of
 from app.errors import SyncError
-from app.weight_sync.deadlines import Deadline
-from app.weight_sync.transport.collective import BroadcastSender, CollectiveTransport, naming
+from app.weight_sync.transport.collective import BroadcastSender, wrap_errors
 from app.weight_sync.transport.process_group import SyncProcessGroup
 from tests.weight_sync.doubles import Doubles, EngineDouble, NcclDouble
 from tests.weight_sync.support import make_synchronizer, make_trainer, started
@@ -105,17 +103,8 @@ def test_a_wait_ends_at_its_deadline_though_that_of_the_library_has_none() -> No
     NcclDouble.made[-1].members_take_part.set()
     group.broadcast(torch.zeros(8))
     late = r"trainer rank 0: the broadcast failed: .*did not finish within weight_sync.timeout_s=0.2 s"
-    with pytest.raises(SyncError, match=late), naming("the broadcast failed"):
+    with pytest.raises(SyncError, match=late), wrap_errors("the broadcast failed"):
         group.wait(0.2)
-    group.abort()
-
-
-def test_two_members_on_one_device_are_reported() -> None:
-    group = process_group("nccl_double")
-    NcclDouble.made[-1].devices_shared = True
-    group.broadcast(torch.zeros(8))
-    with pytest.raises(RuntimeError, match="Duplicate GPU detected"):
-        group.wait(5.0)
     group.abort()
 
 
@@ -129,22 +118,6 @@ def test_a_late_abort_leaves_the_next_process_group_alone() -> None:
     sender.leave(group.name)
     assert sender._process_group is None
     assert NcclDouble.made[-1].calls == ["abort"]
-
-
-class SilentTrainer:
-    """Ranks that do not answer."""
-
-    async def source(self) -> tuple[str, int]:
-        await asyncio.sleep(3600)
-        raise AssertionError
-
-
-def test_a_trainer_that_does_not_answer_is_named_when_the_process_group_is_built() -> None:
-    transport = CollectiveTransport(backend="gloo", tensor_parallel=1)
-    connecting = transport.connect(Deadline(version=3, timeout_s=0.2), SilentTrainer(), [])  # type: ignore[arg-type]
-    with pytest.raises(SyncError) as late:
-        asyncio.run(asyncio.wait_for(connecting, 60))
-    assert re.search("policy 3 .*process group .*weight_sync.timeout_s=0.2 s: .*trainer ranks", str(late.value))
 
 
 @pytest.fixture(scope="module")

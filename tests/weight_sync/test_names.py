@@ -6,31 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from app.config.device import DeviceKind, Dtype
 from app.device import device_of
-from app.device.torchvision_shim import transformers
 from app.model.load import load
 from app.weight_sync.buckets import TensorMeta
 from app.weight_sync.sender import Sender
-from tests.model.support import save_qwen3
-from tests.tiny_models.tokenizer import build_tokenizer
-
-TEXT = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "max_position_embeddings": 128,
-}
+from tests.model.support import save_qwen3, save_qwen35
 
 
 def described(path: Path) -> dict[str, TensorMeta]:
@@ -73,19 +56,3 @@ def test_qwen35_is_sent_under_the_names_of_the_hub_checkpoint_without_vision(tmp
 def as_sglang_reads(name: str) -> str:
     """Map a checkpoint name to the parameter name that `sglang.srt.models.qwen3_5` looks up."""
     return name.replace("model.language_model.", "model.")
-
-
-def save_qwen35(folder: Path) -> Path:
-    """Save a tiny checkpoint with the layout of the hub's."""
-    hub = transformers()
-    config = hub.Qwen3_5Config(text_config=TEXT, tie_word_embeddings=False)
-    config.text_config.tie_word_embeddings = False
-    model = hub.AutoModelForCausalLM.from_config(config)
-    model.save_pretrained(folder)
-    own = load_file(folder / "model.safetensors")
-    renamed = {name.replace("model.", "model.language_model.", 1): tensor.clone() for name, tensor in own.items()}
-    extra = {"model.visual.patch_embed.proj.weight": torch.zeros(4, 4), "mtp.norm.weight": torch.zeros(4)}
-    save_file({**renamed, **extra}, folder / "model.safetensors", metadata={"format": "pt"})
-    config.save_pretrained(folder)
-    build_tokenizer(128).save_pretrained(folder)
-    return folder

@@ -21,9 +21,6 @@ from app.weight_sync.probe import (
     COMPLETIONS,
     FIRST,
     INTERVAL,
-    MAX_TOKENS,
-    PROMPT_TOKENS,
-    TOLERANCES,
     EngineProbe,
 )
 from tests.rollout import caching_double
@@ -84,13 +81,6 @@ def test_engines_with_the_same_weights_pass_and_are_compared_in_one_call() -> No
     probed(probe, trainer, *engines)
     assert trainer.calls == [2 * COMPLETIONS]
     assert warnings == []
-    (request,) = engines[1].requests
-    assert (request.group_size, request.sampling.max_tokens, request.sampling.temperature) == (
-        COMPLETIONS,
-        MAX_TOKENS,
-        1.0,
-    )
-    assert len(request.token_ids) == PROMPT_TOKENS
 
 
 @pytest.mark.parametrize(
@@ -194,14 +184,3 @@ def test_a_run_whose_engine_keeps_copies_of_old_weights_ends_and_names_it(tmp_pa
     assert run.wait() == 1
     assert re.search(r"engine 0 .* policy [1-9]\b", run.text), run.text
     assert 1 <= len(run.metrics()) < 30  # policy 0 is that of the checkpoint, which the copies were made of
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("placement", ON_POLICY)
-def test_a_run_whose_engine_refreshes_its_copies_passes_every_probe(tmp_path: Path, placement: str) -> None:
-    variables = caching_double.assignments(caching_double.environment(tmp_path, caching_double.REFRESHED))
-    overrides = (*ON_POLICY[placement], "steps=6", "eval.every=0", "eval.before_train=false")
-    run = Run(tmp_path, *overrides, prefix=["env", *variables], imports_sglang=True)
-    assert run.wait() == 0, run.text
-    assert len(run.metrics()) == 6
-    assert max(line["mismatch/kl_same_version"] for line in run.metrics()) < TOLERANCES[Dtype.float32].kl

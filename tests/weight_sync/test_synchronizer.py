@@ -1,7 +1,6 @@
 """A sync loads exactly the trainer's weights into a real server, over both transports, idle or busy."""
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -63,7 +62,9 @@ async def test_a_group_is_rebuilt_at_every_sync_where_it_is_set(trainer: Any, en
 
 
 @pytest.mark.parametrize("in_flight", list(InFlight))
-def test_generation_continues_through_a_sync(in_flight: InFlight, trainer: Any, engine: Any, tmp_path: Path) -> None:
+async def test_generation_continues_through_a_sync(
+    in_flight: InFlight, trainer: Any, engine: Any, tmp_path: Path
+) -> None:
     """drain: all tokens of the old policy; retract and in_place: both policies, in the order of their syncs."""
 
     async def around_a_sync(synchronizer: BucketedWeightSynchronizer, old: int, seconds: float) -> set[tuple[int, ...]]:
@@ -81,21 +82,18 @@ def test_generation_continues_through_a_sync(in_flight: InFlight, trainer: Any, 
         assert [span.version for span in after.spans] == [old + 1]
         return {tuple(span.version for span in completion.spans) for completion in completions}
 
-    async def scenario() -> None:
-        synchronizer = await make_synchronizer(
-            "collective", trainer, [engine], tmp_path, verify=Verify.never, in_flight=in_flight
-        )
-        # A busy machine starts sampling late, and a fast one ends early.
-        for old, seconds in ((10, 0.05), (20, 0.1), (30, 0.2), (40, 0.4), (50, 0.8), (60, 3.2)):
-            versions = await around_a_sync(synchronizer, old, seconds)
-            through = (old,) if in_flight is InFlight.drain else (old, old + 1)
-            # a member may end before the sync (old policy alone) or begin after it (new policy alone)
-            assert versions <= {(old,), (old + 1,), through}
-            if through in versions:
-                return
-        raise AssertionError("no completion was in flight at any of the syncs")
-
-    asyncio.run(scenario())
+    synchronizer = await make_synchronizer(
+        "collective", trainer, [engine], tmp_path, verify=Verify.never, in_flight=in_flight
+    )
+    # A busy machine starts sampling late, and a fast one ends early.
+    for old, seconds in ((10, 0.05), (20, 0.1), (30, 0.2), (40, 0.4), (50, 0.8), (60, 3.2)):
+        versions = await around_a_sync(synchronizer, old, seconds)
+        through = (old,) if in_flight is InFlight.drain else (old, old + 1)
+        # a member may end before the sync (old policy alone) or begin after it (new policy alone)
+        assert versions <= {(old,), (old + 1,), through}
+        if through in versions:
+            return
+    raise AssertionError("no completion was in flight at any of the syncs")
 
 
 @pytest.mark.parametrize("in_flight", list(InFlight))
@@ -115,49 +113,7 @@ async def test_requests_after_a_sync_use_no_cache_of_older_weights(
             assert largest_difference(tiny_model, [given], [completions], seed=seed) < 1e-4
 
 
-def test_requests_during_a_drain_are_sampled_by_the_new_policy(trainer: Any, engine: Any, tmp_path: Path) -> None:
-    async def sampled_during_a_drain(synchronizer: Any, version: int) -> tuple[set[int], list[int]] | None:
-        """The versions of a request before the drain and of one during it; None if the drain was over before that."""
-        await synchronizer.sync(version)
-        first = asyncio.create_task(engine.generate(endless(400, version=version)))
-        await until(engine, generating, first)
-        syncing = asyncio.create_task(synchronizer.sync(version + 1))
-        met = await until(engine, draining, syncing)
-        (late, _) = await engine.generate(request())
-        await syncing
-        before = {span.version for completion in await first for span in completion.spans}
-        return (before, [span.version for span in late.spans]) if met else None
-
-    async def scenario() -> None:
-        synchronizer = await make_synchronizer("ipc", trainer, [engine], tmp_path, verify=Verify.never)
-        for version in range(20, 40, 2):  # a busy machine may look at the engine too late
-            if (sampled := await sampled_during_a_drain(synchronizer, version)) is not None:
-                assert sampled == ({version}, [version + 1])
-                return
-        pytest.fail("no drain was met")
-
-    asyncio.run(scenario())
-
-
-def generating(host: Any) -> bool:
-    return len(host._requests) > 0
-
-
-def draining(host: Any) -> bool:
-    return not host._requests._admitting.is_set()
-
-
-async def until(engine: Any, state: Callable[[Any], bool], work: "asyncio.Task[Any]") -> bool:
-    """Wait until the engine's host is in a state that `work` brings about; False if `work` ended before that."""
-    async with asyncio.timeout(60):
-        while not await engine.actor.__ray_call__.remote(state):
-            if work.done():
-                return False
-            await asyncio.sleep(0.005)
-    return True
-
-
-def test_a_token_sampled_before_a_sync_in_place_does_not_count_as_sampled_after_it(
+async def test_a_token_sampled_before_a_sync_in_place_does_not_count_as_sampled_after_it(
     trainer: Any, engine: Any, tiny_model: Path, tmp_path: Path
 ) -> None:
     """SGLang's overlap scheduler keeps a sampled batch through the sync, and labels it with the new version."""
@@ -174,16 +130,14 @@ def test_a_token_sampled_before_a_sync_in_place_does_not_count_as_sampled_after_
         await sync.sync(version + 1)
         return [each for each in await group if len(each.spans) == 2]
 
-    async def scenario() -> list[Completion]:
-        synchronizer = await make_synchronizer(
-            "ipc", trainer, [engine], tmp_path, verify=Verify.never, in_flight=InFlight.in_place
-        )
-        for version, seconds in ((50, 0.05), (52, 0.1), (54, 0.2), (56, 0.4), (58, 0.8), (60, 3.2)):  # as above
-            if completions := await through_a_sync(synchronizer, version, seconds):
-                return completions
-        pytest.fail("no completion was in flight at any of the syncs")
+    synchronizer = await make_synchronizer(
+        "ipc", trainer, [engine], tmp_path, verify=Verify.never, in_flight=InFlight.in_place
+    )
+    completions: list[Completion] = []
+    for version, seconds in ((50, 0.05), (52, 0.1), (54, 0.2), (56, 0.4), (58, 0.8), (60, 3.2)):  # as above
+        completions = completions or await through_a_sync(synchronizer, version, seconds)
+    assert completions, "no completion was in flight at any of the syncs"
 
-    completions = asyncio.run(scenario())
     policy = noisy_model(tiny_model, 1)
     of_the_old_policy = 0
     for completion in completions:

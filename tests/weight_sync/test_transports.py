@@ -15,12 +15,11 @@ from app.device import device_of
 from app.errors import EngineError, SyncError
 from app.trainer.profile import StepProfiler
 from app.weight_sync.buckets import Bucket, ReadyBucket, TensorMeta
-from app.weight_sync.deadlines import Deadline
-from app.weight_sync.factory import make_synchronizer
 from app.weight_sync.own_transport import require_transport
 from app.weight_sync.sender import Sender
-from app.weight_sync.synchronizer import BucketedWeightSynchronizer
+from app.weight_sync.synchronizer import BucketedWeightSynchronizer, make_synchronizer
 from app.weight_sync.transport import ipc_payload
+from app.weight_sync.transport.base import Deadline
 from app.weight_sync.transport.collective import BroadcastSender, CollectiveTransport
 from app.weight_sync.transport.ipc import IpcSender
 from tests.compose import composed

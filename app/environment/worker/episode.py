@@ -60,12 +60,12 @@ class Episode:
         self.policy = EpisodePolicy(ask, renderer, limits, opening, begin.payload["prompt"], self._clock, url)
         self._environment: Any = None
         self._aborted = asyncio.Event()
-        self._at_once = False
+        self._force = False
         self._stuck = False
 
-    def abort(self, *, at_once: bool = False) -> None:
-        """End the episode without a score. `at_once`: without waiting for a call in its thread."""
-        self._at_once = at_once
+    def abort(self, *, force: bool = False) -> None:
+        """End the episode without a score. `force`: without waiting for a call in its thread."""
+        self._force = force
         self._aborted.set()
 
     async def play(self) -> End | Failed | Closed:
@@ -96,7 +96,7 @@ class Episode:
         if running.done():
             return self._failure(running, self._clock.step) or running.result()
         if self._aborted.is_set():
-            await self._cancel(running, RUN_END_TIMEOUT_S if self._at_once else self._limits.timeout_s)
+            await self._cancel(running, RUN_END_TIMEOUT_S if self._force else self._limits.timeout_s)
             return Closed(self.number)
         step = self._clock.step
         await self._cancel(running, 0.0)
@@ -117,7 +117,7 @@ class Episode:
     async def _cancel(self, running: "asyncio.Future[Any]", thread_s: float) -> None:
         """Cancel a run, and give a call in its thread so much time to end."""
         running.cancel()
-        await asyncio.wait({running}, timeout=RUN_END_TIMEOUT_S if self._at_once else CANCEL_TIMEOUT_S)
+        await asyncio.wait({running}, timeout=RUN_END_TIMEOUT_S if self._force else CANCEL_TIMEOUT_S)
         if not running.done():
             self._stuck = True
         elif not running.cancelled():

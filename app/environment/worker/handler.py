@@ -21,7 +21,7 @@ from app.environment.worker.episode import Episode, Make
 from app.environment.worker.policy import EpisodePolicy
 from app.utils.dotted_path import LoadError, error_text
 from app.worker.process import STDERR, log
-from app.worker.wire import Begin, Close, Closed, Failed, Heartbeat, Lines, WireError
+from app.worker.wire import Begin, Close, Closed, Failed, Heartbeat, LineProtocol, WireError
 
 BEAT_SECONDS = 1.0
 MAX_SILENCE_SECONDS = 10.0  # without a beat; then all stacks go to the log
@@ -46,7 +46,7 @@ class EnvironmentHandler:
         self._renderer = renderer
         self._limits = limits
         self._framing = framing
-        self._lines = Lines(CODEC, self._receive, self._ended)
+        self._lines = LineProtocol(CODEC, self._receive, self._ended)
         self._episodes: dict[int, Episode] = {}
         self._asks: dict[int, asyncio.Future[Answer]] = {}
         self._numbers = itertools.count()
@@ -73,7 +73,7 @@ class EnvironmentHandler:
                     future.set_result(message)
             case Close():
                 if message.job in self._episodes:
-                    self._episodes[message.job].abort(at_once=message.at_once)
+                    self._episodes[message.job].abort(force=message.force)
 
     def _ended(self, error: WireError | None) -> None:
         """Exit, without waiting for threads and tasks of environments, which may hang."""

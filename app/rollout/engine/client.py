@@ -10,7 +10,7 @@ import aiohttp
 import numpy as np
 
 from app.errors import EngineError
-from app.rollout.engine.sglang_plugin.request_report import REPORT
+from app.rollout.engine.sglang_plugin.entry_points import REPORT
 from app.types import Completion, FinishReason, GroupRequest, VersionSpan
 
 CONNECT_TIMEOUT_S = 10.0
@@ -59,7 +59,6 @@ class Client:
         )
 
     async def close(self) -> None:
-        """Close all connections."""
         await self._session.close()
 
     async def healthy(self, route: str = "/health", seconds: float = 5.0) -> bool:
@@ -73,11 +72,9 @@ class Client:
             return False
 
     async def get(self, route: str, *, seconds: float | None = CALL_TIMEOUT_S) -> Any:
-        """Return the decoded JSON reply of a GET request."""
         return await self._call("GET", route, None, seconds)
 
     async def post(self, route: str, body: Mapping[str, Any], *, seconds: float | None = CALL_TIMEOUT_S) -> Any:
-        """Return the decoded JSON reply of a POST request."""
         return await self._call("POST", route, body, seconds)
 
     async def unfinished(self, seconds: float) -> Report | None:
@@ -160,7 +157,7 @@ async def parse(reply: Mapping[str, Any], version: int, *, adapted: bool = False
     Args:
         version: The request's.
         adapted: Whether an adapter of `version` sampled all tokens; the server reports the version of its own weights.
-        scored: Whether the completion is made of given tokens. The first of those is without a number.
+        scored: Whether the completion is made of given tokens, of which the first has no log-probability.
     """
     # Long replies take milliseconds each: let other requests run in between.
     await asyncio.sleep(0)

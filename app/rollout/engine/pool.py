@@ -12,6 +12,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
@@ -51,7 +52,6 @@ class EnginePool:
 
     @property
     def alive(self) -> list[RolloutEngine]:
-        """The engines that are not lost."""
         return [engine for index, engine in enumerate(self.engines) if index not in self.lost]
 
     def mark_lost(self, engine: RolloutEngine, cause: EngineLost) -> None:
@@ -67,12 +67,10 @@ class EnginePool:
         self.progress += 1
 
     def mark_ready(self, index: int) -> None:
-        """Send requests to the (new) engine at this index."""
         del self.lost[index]
         self._engine_ready.set()
 
     async def wait_for_any(self) -> None:
-        """Wait while all engines are lost."""
         while len(self.lost) == len(self.engines):
             self._engine_ready.clear()
             await self._engine_ready.wait()
@@ -145,7 +143,6 @@ class EnginePool:
         return dict(result for result in results if result is not None)
 
     def situation(self) -> str:
-        """Describe how many engines are ready and why the others are not, in one line."""
         lost = "".join(f", engine {index} is lost: {one_line(cause)}" for index, cause in sorted(self.lost.items()))
         return f"{len(self.alive)} of {len(self.engines)} engines ready{lost}"
 
@@ -165,13 +162,13 @@ class EnginePool:
         self._counted_until = now
 
 
+@dataclass(eq=False, slots=True)
 class StickyEngine:
     """The engine of a group of episodes. It changes only when that engine is lost."""
 
-    def __init__(self, pool: EnginePool, episodes: int):
-        self._pool = pool
-        self._episodes = episodes
-        self._index: int | None = None
+    _pool: EnginePool
+    _episodes: int
+    _index: int | None = None
 
     @asynccontextmanager
     async def engine(self) -> AsyncIterator[tuple[str, RolloutEngine]]:
@@ -186,7 +183,6 @@ class StickyEngine:
             yield named_engine
 
     def leave(self) -> None:
-        """Give the engine up. Idempotent."""
         if self._index is not None:
             self._pool._sticky_episodes[self._index] -= self._episodes
             self._index = None

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import ray
@@ -27,16 +28,16 @@ class NoReply(EngineLost):
     """The host did not return from a call within its deadline."""
 
 
+@dataclass(eq=False)
 class RemoteEngine:
     """Implements `RolloutEngine` (app/protocols.py) by forwarding every call to the host.
 
     Errors of the host, of its actor and of Ray become `EngineError` or `EngineLost` with the engine's name.
     """
 
-    def __init__(self, name: str, actor: Any):
-        self.name = name
-        self.actor = actor
-        self._ended = False
+    name: str
+    actor: Any
+    _ended: bool = False
 
     async def start(self, timeout_s: float) -> dict[str, Any]:
         seconds = timeout_s + START_GRACE_S
@@ -52,7 +53,6 @@ class RemoteEngine:
         return await self._call(CALL_TIMEOUT_S, EngineHost.start_phase)
 
     async def stop(self) -> None:
-        """Stop the server; the host process stays."""
         await self._call(STOP_TIMEOUT_S, EngineHost.stop)
 
     async def end(self) -> None:

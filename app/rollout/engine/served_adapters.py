@@ -37,46 +37,30 @@ class Adapter:
         self.unused.set()
 
 
+@dataclass(eq=False)
 class Adapters:
     """Loads and unloads the adapters of one server.
 
-    >>> adapters = Adapters("engine 0", "a1b2", limit=4, abort_timeout_s=60.0, post=post, abort=abort)  # doctest: +SKIP
-    >>> await adapters.load(7, body)  # the server knows it as policy-v7-a1b2-0  # doctest: +SKIP
-    1
-    >>> with adapters.for_request() as adapter:  # doctest: +SKIP
-    ...     await client.generate(request, adapter=adapter)
-
-    Args:
-        host_id: Tells the names of several hosts of one server apart.
-        limit: The most adapters that the server may have loaded.
+    Attributes:
+        host_id: Makes the names of several hosts of one server different.
+        limit: Maximum of adapters that the server may have loaded.
         abort_timeout_s: Seconds until aborted requests must have ended.
         post: Posts to the server. Raises `EngineError`.
         abort: Aborts the requests in flight that name an adapter.
     """
 
-    def __init__(
-        self,
-        engine: str,
-        host_id: str,
-        *,
-        limit: int,
-        abort_timeout_s: float,
-        post: Post,
-        abort: Callable[[Adapter], Awaitable[None]],
-    ):
-        self._engine = engine
-        self._host_id = host_id
-        self._limit = limit
-        self._abort_timeout_s = abort_timeout_s
-        self._post = post
-        self._abort = abort
-
-        self._loads = itertools.count()
-        self._loaded: list[Adapter] = []  # oldest first
-        self._current: Adapter | None = None
-        self._paused = False
-        self._changing = asyncio.Lock()  # one load or unload at a time
-        self._unloads: set[asyncio.Task[None]] = set()
+    engine: str
+    host_id: str
+    limit: int
+    abort_timeout_s: float
+    post: Post
+    abort: Callable[[Adapter], Awaitable[None]]
+    _loads: Iterator[int] = field(default_factory=itertools.count)
+    _loaded: list[Adapter] = field(default_factory=list)  # oldest first
+    _current: Adapter | None = None
+    _paused: bool = False
+    _changing: asyncio.Lock = field(default_factory=asyncio.Lock)  # one load or unload at a time
+    _unloads: set[asyncio.Task[None]] = field(default_factory=set)
 
     @contextmanager
     def for_request(self) -> Iterator[Adapter]:
@@ -88,7 +72,7 @@ class Adapters:
         adapter = self._current
         if adapter is None:
             raise EngineError(
-                f"{self._engine} has no adapter yet: the first weight sync loads one, and without it the model itself "
+                f"{self.engine} has no adapter yet: the first weight sync loads one, and without it the model itself "
                 "would answer"
             )
 
@@ -113,7 +97,7 @@ class Adapters:
         """
         async with self._changing:
             await self._make_room()
-            adapter = Adapter(f"policy-v{version}-{self._host_id}-{next(self._loads)}", version)
+            adapter = Adapter(f"policy-v{version}-{self.host_id}-{next(self._loads)}", version)
             reply = await self._load(adapter, body)
             self._current = adapter
             self._forget_missing(reply)
@@ -121,25 +105,21 @@ class Adapters:
             return len(self._loaded)
 
     def pause(self) -> None:
-        """Unload nothing until `resume`."""
         self._paused = True
 
     def resume(self) -> None:
-        """Unload again."""
         self._paused = False
         self._begin_unload()
 
     def close(self) -> None:
-        """Cancel what is running."""
         for task in self._unloads:
             task.cancel()
 
     async def _load(self, adapter: Adapter, body: Mapping[str, Any]) -> Mapping[str, Any]:
         self._loaded.append(adapter)
         try:
-            if "lora_path" in body:
-                return await self._post("/load_lora_adapter", {**body, "lora_name": adapter.name})
-            return await self._post("/load_lora_adapter_from_tensors", {**body, "lora_name": adapter.name})
+            route = "/load_lora_adapter" if "lora_path" in body else "/load_lora_adapter_from_tensors"
+            return await self.post(route, {**body, "lora_name": adapter.name})
         except NoAnswer:
             raise  # the server may have loaded it: it counts, and is unloaded later
         except EngineError:
@@ -148,7 +128,7 @@ class Adapters:
 
     async def _make_room(self) -> None:
         """Abort the requests of the oldest adapters, and unload them, until one more may be loaded."""
-        while len(self._loaded) >= self._limit:
+        while len(self._loaded) >= self.limit:
             oldest = next(each for each in self._loaded if each is not self._current)
             if oldest.requests:
                 await self._end_requests(oldest)
@@ -158,36 +138,35 @@ class Adapters:
                 raise
             # It is gone, or unused and the first that SGLang itself would unload for another.
             except EngineError as error:
-                log.warning("%s: %s is left to the server: %s", self._engine, oldest.name, one_line(error))
+                log.warning("%s: %s is left to the server: %s", self.engine, oldest.name, one_line(error))
                 self._loaded.remove(oldest)
 
     async def _end_requests(self, adapter: Adapter) -> None:
         log.warning(
             "%s: aborting %d requests of policy %d, whose adapter is the oldest of %d: the server holds no more",
-            self._engine,
+            self.engine,
             adapter.requests,
             adapter.version,
             len(self._loaded),
         )
-        await self._abort(adapter)
+        await self.abort(adapter)
         try:
-            await asyncio.wait_for(adapter.unused.wait(), self._abort_timeout_s)
+            await asyncio.wait_for(adapter.unused.wait(), self.abort_timeout_s)
         except TimeoutError:
             raise EngineError(
-                f"{self._engine}: aborted requests of policy {adapter.version} did not end within "
-                f"rollout.stall_timeout_s={self._abort_timeout_s:.0f} s, so that no adapter can be loaded"
+                f"{self.engine}: aborted requests of policy {adapter.version} did not end within "
+                f"rollout.stall_timeout_s={self.abort_timeout_s:.0f} s, so that no adapter can be loaded"
             ) from None
 
     def _begin_unload(self) -> None:
-        if len(self._loaded) < MIN_ADAPTERS:
-            return
-        task = asyncio.get_running_loop().create_task(self._unload_in_turn())
-        self._unloads.add(task)
-        task.add_done_callback(self._unloads.discard)
+        async def unload_in_turn() -> None:
+            async with self._changing:
+                await self._unload_unused()
 
-    async def _unload_in_turn(self) -> None:
-        async with self._changing:
-            await self._unload_unused()
+        if len(self._loaded) >= MIN_ADAPTERS:
+            task = asyncio.get_running_loop().create_task(unload_in_turn())
+            self._unloads.add(task)
+            task.add_done_callback(self._unloads.discard)
 
     async def _unload_unused(self) -> None:
         for adapter in list(self._loaded):
@@ -198,10 +177,10 @@ class Adapters:
                 await self._unload(adapter)
             except EngineError as error:
                 adapter.refused = True
-                log.warning("%s: %s stays loaded until the next load: %s", self._engine, adapter.name, one_line(error))
+                log.warning("%s: %s stays loaded until the next load: %s", self.engine, adapter.name, one_line(error))
 
     async def _unload(self, adapter: Adapter) -> None:
-        await self._post("/unload_lora_adapter", {"lora_name": adapter.name})
+        await self.post("/unload_lora_adapter", {"lora_name": adapter.name})
         self._loaded.remove(adapter)
 
     def _forget_missing(self, reply: Mapping[str, Any]) -> None:

@@ -55,14 +55,13 @@ class ServerSpec:
     fork: Fork | None = None  # forks the server from a process that has imported SGLang, on the driver's machine
 
     def arguments(self) -> list[str]:
-        """Return the launcher's arguments. They do not contain the key."""
         return render_flags({"model-path": self.model_path, "host": self.host, "port": self.port, **self.flags})
 
     def command(self) -> list[str]:
-        """Return the command line."""
         return [*module_command("app.rollout.engine.launcher"), *self.arguments()]
 
 
+@dataclass(eq=False)
 class Server:
     """A server process.
 
@@ -71,11 +70,10 @@ class Server:
         2. `died` waits for the end of the process; `stop` kills it.
     """
 
-    def __init__(self, spec: ServerSpec):
-        self.spec = spec
-        self._reserved: socket.socket | None = None
-        self._process: ServerProcess | None = None
-        self._log_start = 0  # bytes that earlier servers left in the log
+    spec: ServerSpec
+    _reserved: socket.socket | None = None
+    _process: ServerProcess | None = None
+    _log_start: int = 0  # bytes that earlier servers left in the log
 
     async def start(self) -> None:
         """Start the process.
@@ -141,18 +139,17 @@ class Server:
         )
 
     def start_phase(self) -> EngineStart:
-        """Return what the starting server does, from its log."""
         log = self._own_log()
         return next((phase for line, phase in START_PHASES if line in log), EngineStart.importing)
 
     def refused_address(self) -> str | None:
-        """Return the server's address if it could not listen there. SGLang does not end then."""
+        """Return the server's address if it could not listen there."""
+        # SGLang does not end then, but waits for its own warm-up forever: only its log has the error.
         if BIND_ERROR not in self._own_log():
             return None
         return f"{bracketed(self.spec.host)}:{self.spec.port}"
 
     def _own_log(self) -> str:
-        """Return what the server has logged."""
         try:
             return self.spec.log.read_bytes()[self._log_start :].decode(errors="replace")
         except OSError:
@@ -165,7 +162,8 @@ class Server:
         return "\n".join(f"  | {line}" for line in wrong or last)
 
     async def stop(self) -> None:
-        """Kill the process group. A server has nothing to save, and its own shutdown takes seconds."""
+        """Kill the process group."""
+        # SIGKILL at once: a server has nothing to save, and its own shutdown takes seconds.
         if self._process is not None:
             self._kill_process_group()
             await asyncio.wait_for(self._process.wait(), STOP_TIMEOUT_S)

@@ -75,7 +75,7 @@ def adapter_flags(config: RunConfig, device: Device) -> dict[str, object]:
     are in flight; the next policy is loaded, and one more may be waiting to be unloaded.
     """
     colocate = config.placement.kind is PlacementKind.colocate
-    most = 2 if colocate else config.placement.max_staleness + 3
+    limit = 2 if colocate else config.placement.max_staleness + 3
     return {
         "enable-lora": True,
         "max-lora-rank": config.model.lora.rank,
@@ -83,8 +83,8 @@ def adapter_flags(config: RunConfig, device: Device) -> dict[str, object]:
         "lora-target-modules": "all",
         "lora-backend": device.lora_backend,
         "lora-strict-loading": True,
-        "max-loras-per-batch": most,
-        "max-loaded-loras": most,
+        "max-loras-per-batch": limit,
+        "max-loaded-loras": limit,
     }
 
 

@@ -115,7 +115,7 @@ class Episodes:
             cancelled = not group.aborted  # the run ends, or restarts its trainer
             raise
         finally:
-            await session.close(at_once=cancelled)
+            await session.close(force=cancelled)
 
     def _task(self, prompt: Prompt, *, training: bool) -> Task:
         seed = zlib.crc32(f"{self.seed}/{prompt.id}".encode())

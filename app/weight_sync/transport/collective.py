@@ -16,6 +16,7 @@ import asyncio
 import secrets
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from app.errors import SyncError, one_line
@@ -24,9 +25,8 @@ from app.trainer.rank import TrainerRank
 from app.trainer.remote import RemoteTrainer
 from app.utils.net import bracketed
 from app.weight_sync.buckets import ReadyBucket
-from app.weight_sync.deadlines import Deadline, best_effort
 from app.weight_sync.sender import BUFFERS, Sender
-from app.weight_sync.transport.base import SENDER_EXTENSION, TRAINER_RANKS
+from app.weight_sync.transport.base import SENDER_EXTENSION, TRAINER_RANKS, Deadline, best_effort
 
 if TYPE_CHECKING:
     from app.weight_sync.transport.process_group import SyncProcessGroup
@@ -65,7 +65,7 @@ class BroadcastSender(Sender):
         process_group = self._process_group
         if process_group is None:
             return True
-        with naming("the process group was not built"):
+        with wrap_errors("the process group was not built"):
             return process_group.joined()
 
     def send(self, index: int) -> None:
@@ -77,13 +77,13 @@ class BroadcastSender(Sender):
             raise SyncError("trainer rank 0: the weight sync was aborted")
 
         slot = index % BUFFERS
-        with naming("the broadcast failed"):
+        with wrap_errors("the broadcast failed"):
             process_group.broadcast(self.buffers[slot][: self.ready[slot].bucket.bytes])
 
     def wait(self, timeout_s: float) -> None:
         process_group = self._process_group
         if process_group is not None:
-            with naming("the broadcast failed"):
+            with wrap_errors("the broadcast failed"):
                 process_group.wait(timeout_s)
 
     def leave(self, name: str) -> None:
@@ -97,17 +97,17 @@ class BroadcastSender(Sender):
             process_group.abort()
 
 
+@dataclass(eq=False)
 class CollectiveTransport:
     """The driver's half. Implements `Transport`."""
 
     sender = BroadcastSender
     route = "update_weights_from_distributed"  # deltas: sglang_plugin/delta_loader.py:DeltaLoader.from_collective
 
-    def __init__(self, *, backend: str, tensor_parallel: int):
-        self.backend = backend
-        self.tensor_parallel = tensor_parallel
-        self._name: str | None = None  # of the process group in use
-        self._members: list[RolloutEngine] = []
+    backend: str
+    tensor_parallel: int
+    _name: str | None = None  # of the process group in use
+    _members: list[RolloutEngine] = field(default_factory=list)
 
     async def connect(self, deadline: Deadline, trainer: RemoteTrainer, engines: Sequence[RolloutEngine]) -> bool:
         if self._name is not None:
@@ -175,7 +175,7 @@ class CollectiveTransport:
 
 
 @contextmanager
-def naming(problem: str) -> Iterator[None]:
+def wrap_errors(problem: str) -> Iterator[None]:
     """Raise the errors of a process group as `SyncError`."""
     try:
         yield

@@ -15,9 +15,8 @@ from app.trainer.rank import TrainerRank
 from app.trainer.remote import RemoteTrainer
 from app.utils.process import SHARED_MEMORY
 from app.weight_sync.buckets import ReadyBucket
-from app.weight_sync.deadlines import Deadline, best_effort
 from app.weight_sync.sender import BUFFERS, Sender
-from app.weight_sync.transport.base import SENDER_EXTENSION, TRAINER_RANKS
+from app.weight_sync.transport.base import SENDER_EXTENSION, TRAINER_RANKS, Deadline, best_effort
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,7 +49,7 @@ class IpcSender(Sender):
     def ipc_handle(self, index: int) -> str | None:
         from app.weight_sync.transport.ipc_payload import serialize_bucket
 
-        # A handle that nobody opens keeps its buffer on the device, also when it is freed.
+        # An unopened handle keeps its buffer's memory on the device, also when the buffer is freed.
         if self.rank_index // self.tensor_parallel not in self.engines:
             return None
         slot = index % BUFFERS

@@ -44,12 +44,9 @@ def shared_memory_name(buffer: Tensor) -> str:
 
 
 def serialize_bucket(buffer: Tensor, bucket: Bucket) -> str:
-    """Return the payload of a bucket for one engine rank.
+    """Return the payload of a bucket for one engine rank: a handle counts its readers.
 
-    A handle counts its readers, so each engine rank needs its own payload.
-
-    Args:
-        buffer: From `allocate_shared`; begins with the bucket's bytes.
+    `buffer`: from `allocate_shared`; begins with the bucket's bytes.
     """
     content = flattened(buffer, bucket)
     if buffer.device.type == "cuda":

@@ -136,6 +136,7 @@ class SyncProcessGroup:
                 backend_options=None,
                 timeout=self._timeout,
             )
+            # `dist.broadcast` looks the source's rank up here; only torch's public constructors register a group.
             _world.pg_group_ranks[process_group] = {member: member for member in range(self.world_size)}
             self._process_group = process_group
             if self._aborted.is_set():
@@ -167,7 +168,6 @@ class Broadcast:
             raise RuntimeError("the process group was aborted")
 
     def thread_ended(self, timeout_s: float) -> bool:
-        """Wait for the thread; return whether it ended."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 

@@ -54,7 +54,7 @@ async def adapter_synchronizer(
 ) -> AdapterSynchronizer:
     synchronizer = AdapterSynchronizer(
         trainer,
-        engines,
+        dict(enumerate(engines)),
         WeightSyncConfig(timeout_s=timeout_s),
         tensor_parallel=tensor_parallel,
         one_machine=one_machine,

@@ -3,9 +3,8 @@
 SGLang finds it through two entry points (pyproject.toml), both in `entry_points`:
 
     sglang.srt.platforms → `platform`   on CPU: names `platform.TorchCpuPlatform`
-    sglang.srt.plugins   → `load`       all devices: `delta_loader` (with `sparse_tensor`), `derived_weights`,
-                                        `lora_layers`, `request_report`, `entry_points.name_shared_memory`; on CPU
-                                        `lora_layers` again, `sampling`, `shared_prompts`
+    sglang.srt.plugins   → `load`       `delta_loader` (with `sparse_tensor`), `lora_layers`, `patches`, and the hooks
+                                        of `entry_points` itself
 
 A server whose hooks are not all installed does not start (`entry_points.require_hooks`).
 

@@ -5,6 +5,7 @@ changes nothing for other users of SGLang in the same environment.
 """
 
 import os
+from collections.abc import Iterator
 from multiprocessing import shared_memory
 from typing import Any
 
@@ -16,6 +17,8 @@ SYNCHRONIZE = "torch.cuda.synchronize"  # the weight checker of SGLang 0.5.22 ca
 SCHEDULER = "sglang.srt.managers.scheduler.Scheduler.__init__"
 LOAD_REPORTS = "sglang.srt.managers.load_snapshot.shm_path_for"
 RANDOM_CHARACTERS = 16
+INTERNAL_STATE = "sglang.srt.managers.scheduler.Scheduler.get_internal_state"
+REPORT = "posttrain_requests"  # its key among the internal states of `/server_info`
 
 
 def platform() -> str | None:
@@ -30,28 +33,26 @@ def load() -> None:
 
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from app.rollout.engine.sglang_plugin import delta_loader, derived_weights, lora_layers, request_report
+    from app.rollout.engine.sglang_plugin import delta_loader, lora_layers, patches
 
     loader, manager = delta_loader.DeltaLoader(), lora_layers.MANAGER
     hooks: list[tuple[str, Any, Any]] = [
         (SCHEDULER, require_hooks, HookType.BEFORE),
-        (derived_weights.LOADED, derived_weights.refresh_convolutions, HookType.AFTER),
+        (patches.LOADED, patches.refresh_convolutions, HookType.AFTER),
         (delta_loader.LOAD_FROM_COLLECTIVE, loader.from_collective, HookType.AROUND),
         (delta_loader.LOAD_FROM_IPC, loader.from_ipc, HookType.AROUND),
         (manager + "init_lora_shapes", lora_layers.without_embeddings, HookType.AROUND),
         (manager + "load_lora_weights", lora_layers.refuse_unknown_names, HookType.AFTER),  # of a folder
         (manager + "load_lora_weights_from_tensors", lora_layers.refuse_unknown_names, HookType.AFTER),  # of a request
         (lora_layers.LAYER_SIZES, lora_layers.layer_sizes, HookType.AROUND),
-        (request_report.INTERNAL_STATE, request_report.add_report, HookType.AFTER),
+        (INTERNAL_STATE, add_report, HookType.AFTER),
     ]
     if os.environ[DEVICE_VARIABLE] == "cpu":
-        from app.rollout.engine.sglang_plugin import sampling, shared_prompts
-
         hooks += [
             (manager + "__init__", lora_layers.replace_torch, HookType.BEFORE),
             (lora_layers.PIN, lora_layers.not_pinned, HookType.REPLACE),
-            (sampling.SAMPLE, sampling.sample, HookType.AROUND),
-            (shared_prompts.ADD_REQUEST, shared_prompts.add_one_req, HookType.AROUND),
+            (patches.SAMPLE, patches.sample, HookType.AROUND),
+            (patches.ADD_REQUEST, patches.add_one_req, HookType.AROUND),
             (SYNCHRONIZE, skip_synchronize, HookType.REPLACE),
         ]
     if MARK in os.environ:
@@ -96,3 +97,33 @@ def name_shared_memory() -> None:
 def with_run_prefix(path: str, *_: Any) -> str:
     """Return the path of a server's load reports with the run's name."""
     return f"{SHARED_MEMORY}/{run_prefix()}{path.rpartition('/')[2]}"
+
+
+# --- the report on unfinished requests
+
+
+# SGLang's own health checks are satisfied by any output of the scheduler, so they cannot see that one request was lost
+# while others are sampled. The engine's host compares this report with its requests in flight (rollout/progress.py).
+def add_report(reply: Any, scheduler: Any, *_: Any) -> Any:
+    """Add the report to one reply. Hook after `get_internal_state`."""
+    reply.internal_state[REPORT] = unfinished(scheduler)
+    return reply
+
+
+def unfinished(scheduler: Any) -> dict[str, int | None]:
+    """Return the sampled tokens of each unfinished request by id; None while it waits to be scheduled."""
+    report: dict[str, int | None] = {request.rid: None for request in scheduler.waiting_queue}
+    report |= {request.rid: len(request.output_ids) for request in _scheduled(scheduler) if not request.finished()}
+    return report
+
+
+def _scheduled(scheduler: Any) -> Iterator[Any]:
+    batches = [scheduler.running_batch, scheduler.last_batch]
+    # With pipeline parallelism.
+    batches += [*getattr(scheduler, "running_mbs", ()), *getattr(scheduler, "mbs", ())]
+    for batch in batches:
+        if batch is not None:
+            yield from batch.reqs
+
+    if scheduler.chunked_req is not None:
+        yield scheduler.chunked_req

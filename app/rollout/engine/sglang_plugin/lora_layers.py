@@ -1,8 +1,4 @@
-"""Runs inside SGLang's processes: what serving adapters lacks for our models and for a trainer that sends many.
-
-embeddings and LM head   get no adapters, and so no buffers and no kernels: only linear layers are trained
-Qwen3.5's text model     tells the sizes of its layers, which only the class inside it does
-unknown names            refuse a load; SGLang would find them when a batch needs the adapter, and its scheduler end
+"""Runs inside SGLang's processes: corrections of its LoRA serving for our models, and for a trainer that sends many.
 
 The hooks act only on a server that runs with `--enable-lora`.
 """
@@ -27,13 +23,15 @@ def without_embeddings(
     """Resolve `--lora-target-modules all` to the linear layers of the decoder."""
     from sglang.srt.lora.utils import auto_detect_lora_target_modules
 
+    # SGLang includes embeddings and LM head, which would get buffers and kernels for adapters that never come.
     if target_modules == {"all"}:
         target_modules = auto_detect_lora_target_modules(manager.base_model) - EMBEDDINGS
     original(manager, max_lora_rank=max_lora_rank, target_modules=target_modules)
 
 
 def layer_sizes(original: Callable[..., Any], name: str, config: Any, model: Any, layer: int, *rest: Any) -> Any:
-    """Return the input and output width of a linear layer, from the class that knows it."""
+    """Return the input and output width of a linear layer."""
+    # Of Qwen3.5 only the class of the text model inside has `get_hidden_dim`, and SGLang calls the outer one's.
     body = getattr(model, "model", None)
     if body is not None and hasattr(body, "get_hidden_dim") and not hasattr(model, "get_hidden_dim"):
         return body.get_hidden_dim(name, layer)
@@ -49,6 +47,7 @@ def refuse_unknown_names(_: None, manager: Any, adapter: Any, *__: Any, **___: A
         try:
             get_target_module_name(name, manager.target_modules)
         except ValueError:
+            # SGLang would find the name when a batch needs the adapter, and its scheduler would end.
             del manager.loras[adapter.lora_id]
             raise ValueError(f"{name} belongs to no layer that takes an adapter") from None
 

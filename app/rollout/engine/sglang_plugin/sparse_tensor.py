@@ -17,7 +17,7 @@ aten = torch.ops.aten
 
 
 class SparseTensor(Tensor):
-    """A view of a tensor of which `n` entries are known.
+    """A view of a tensor with `n` known entries.
 
     Attributes:
         layout_: Meta tensor with the shape, strides and storage offset of this view.
@@ -100,18 +100,16 @@ def _layout(argument: Any) -> Any:
 
 
 def _offsets(remainder: Tensor, view: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Map entries of the storage to `target`.
+    """Map entries of the storage to `target`, a parameter.
 
     Args:
-        remainder: [n] int64, index of each entry in the storage, relative to the view's first element.
-        view: The meta tensor.
-        target: The parameter.
+        remainder: [n] int64, index of each entry in the storage, relative to the first element of `view` (meta).
 
     Returns:
         [n] int64, the offset of each entry in `target`'s storage, and [n] bool, whether the view covers it.
     """
     if 0 in view.stride():
-        raise RuntimeError("the model's loader repeats a tensor of which only some entries are known")
+        raise RuntimeError("the model's loader repeats a tensor, which needs all of its entries")
 
     covered = remainder >= 0
     offset = torch.zeros_like(remainder)

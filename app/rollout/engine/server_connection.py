@@ -99,7 +99,6 @@ class ServerConnection:
 
     @property
     def start_phase(self) -> EngineStart:
-        """What `start` does now."""
         return EngineStart.warming_up if self._server is None else self._server.start_phase()
 
     @property
@@ -129,7 +128,6 @@ class ServerConnection:
         return info
 
     async def stop(self) -> None:
-        """Kill the server, unless it was running already, and close the client."""
         for watcher in self._watchers:
             watcher.cancel()
         if self._client is not None:
@@ -146,7 +144,6 @@ class ServerConnection:
         self._watchers.append(asyncio.create_task(wait()))
 
     def fail(self, error: EngineError) -> None:
-        """End the engine with this error, unless it has failed already."""
         if self._failure is not None and not self._failure.done():
             self._failure.set_result(error)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from app.errors import EngineError
 from app.rollout.engine.client import spans_in_place
-from app.rollout.engine.host.server_connection import ServerConnection
+from app.rollout.engine.server_connection import ServerConnection
 from app.rollout.progress import ProgressClock
 from app.types import Completion, EngineStats, GroupRequest
 from app.utils.tasks import gather_or_raise
@@ -29,7 +29,7 @@ class GroupInFlight:
     request_ids: list[str]  # SGLang's
     cache_key: str  # prefixes are reused only within one
     adapter: "Adapter | None" = None
-    abort_asked: bool = False
+    abort_requested: bool = False
     paused_in_place: bool = False  # a sync in place may have happened meanwhile
 
 
@@ -54,7 +54,6 @@ class RequestsInFlight:
 
     @property
     def by_name(self) -> dict[str, list[str]]:
-        """SGLang's request ids by the name of the request."""
         return {name: group.request_ids for name, group in self._groups.items()}
 
     @property
@@ -76,7 +75,10 @@ class RequestsInFlight:
 
     async def sample(self, request: GroupRequest, adapter: "Adapter | None") -> list[Completion]:
         """Sample or score an admitted group, which is in flight meanwhile."""
-        group = GroupInFlight(request.prompt_id, self._request_ids(request), f"{self.host_id}-{self._pauses}", adapter)
+        # Never used before: a server refuses ids of requests that were cancelled.
+        call = f"{self.host_id}-{next(self._calls)}"
+        request_ids = [f"{call}/{request.name}#{member}" for member in range(request.group_size)]
+        group = GroupInFlight(request.prompt_id, request_ids, f"{self.host_id}-{self._pauses}", adapter)
         self._groups[request.name] = group
         try:
             completions = await self._connection.race(self._sample(request, group))
@@ -91,25 +93,20 @@ class RequestsInFlight:
         return completions
 
     async def drain(self) -> None:
-        """Wait until nothing is in flight."""
         while self._groups:
             await self._connection.race(asyncio.sleep(IDLE_POLL_S))
 
     def begin_pause(self) -> None:
-        """Admit nothing from now on: a paused engine may hold weights of two policies.
-
-        The KV cache of everything sampled so far is not used by later requests.
-        """
+        """Admit nothing from now on, and give later requests another key: they must not use the KV cache so far."""
         self._admitting.clear()
         self._pauses += 1
 
     def paused_in_place(self) -> None:
-        """What is in flight keeps its KV cache over a pause."""
+        """Note that a sync may change the policy of the paused requests, which keep their KV cache."""
         for group in self._groups.values():
             group.paused_in_place = True
 
     def admit_again(self) -> None:
-        """Admit requests again, those that wait first."""
         self._admitting.set()
 
     async def abort(self, prompt_ids: Sequence[str] | None) -> None:
@@ -120,17 +117,16 @@ class RequestsInFlight:
             return
 
         for group in self._groups.values():
-            group.abort_asked = True
+            group.abort_requested = True
         self._abort_alls += 1
         await self._connection.control("/abort_request", {"abort_all": True, "rid": ""})
 
     async def abort_adapter(self, adapter: "Adapter") -> None:
-        """Abort the requests that this adapter samples."""
         await self._abort([group for group in self._groups.values() if group.adapter is adapter])
 
     async def _abort(self, groups: Sequence[GroupInFlight]) -> None:
         for group in groups:
-            group.abort_asked = True
+            group.abort_requested = True
         limit = asyncio.Semaphore(MAX_ABORT_CALLS)
 
         async def abort_one(request_id: str) -> None:
@@ -138,11 +134,6 @@ class RequestsInFlight:
                 await self._connection.control("/abort_request", {"rid": request_id})
 
         await gather_or_raise(*(abort_one(each) for group in groups for each in group.request_ids))
-
-    def _request_ids(self, request: GroupRequest) -> list[str]:
-        """Return one id per member, never used before: a server refuses ids of requests that were cancelled."""
-        call = f"{self.host_id}-{next(self._calls)}"
-        return [f"{call}/{request.name}#{member}" for member in range(request.group_size)]
 
     async def _sample(self, request: GroupRequest, group: GroupInFlight) -> list[Completion]:
         """Sample a group. Raises `EngineError` if the server aborted a request by itself."""
@@ -157,7 +148,7 @@ class RequestsInFlight:
         )
 
         reasons = [reply.abort_reason for reply in replies if reply.abort_reason is not None]
-        if reasons and not group.abort_asked:
+        if reasons and not group.abort_requested:
             raise EngineError(
                 f"{self._name} aborted {len(reasons)} of {len(replies)} completions of prompt {request.name} "
                 f"by itself: {reasons[0]}"

@@ -17,8 +17,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from app.errors import EngineError
-from app.rollout.engine.host.requests_in_flight import RequestsInFlight
-from app.rollout.engine.host.server_connection import HostSpec, ServerConnection
+from app.rollout.engine.requests_in_flight import RequestsInFlight
+from app.rollout.engine.server_connection import HostSpec, ServerConnection
 from app.rollout.progress import stall
 from app.types import Completion, EngineMemory, EngineStart, EngineStats, GroupRequest, InFlight, MemoryUse
 from app.utils.process import log_to, memory_use
@@ -59,7 +59,6 @@ class EngineHost:
         return self._connection.start_phase
 
     async def stop(self) -> None:
-        """Kill the server, unless it was running already, and close the client."""
         if self._adapters is not None:
             self._adapters.close()
         await self._connection.stop()

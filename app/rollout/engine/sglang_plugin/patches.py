@@ -1,0 +1,108 @@
+"""Runs inside SGLang's processes: hooks that correct or speed up SGLang, each independent of the others."""
+
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+# --- on every device: what an engine computed from its weights and keeps
+
+LOADED = "sglang.srt.model_loader.loader.DefaultModelLoader.postprocess_weights"
+TRANSPOSED = "_conv_weights_t"  # beside `conv_weights`, a view of the parameter
+
+
+# SGLang 0.5.22 and 0.5.23 transpose the convolutions of linear attention on NPUs at their first use, keep the copies
+# (`_get_conv_weights_t` in hardware_backend/npu/attention), and never refresh them: after a weight sync such an engine
+# would compute with its initial convolutions. Every way to load weights, of a sync or of a checkpoint, ends with the
+# method hooked here, in every rank and for a draft model too. docs/hardware.md lists the other copies.
+@torch.inference_mode()  # in which SGLang may have made the copies: nothing else may change them
+def refresh_convolutions(_: None, model: Any, *__: Any) -> None:
+    """Compute the copies again, in place: captured graphs read their memory. Hook after weights were loaded."""
+    for module in model.modules():
+        copy = getattr(module, TRANSPOSED, None)
+        if copy is not None:
+            copy.copy_(module.conv_weights.transpose(0, 1))
+
+
+# --- on a CPU: sampling from a large vocabulary with one random number a request
+
+SAMPLE = "sglang.srt.layers.sampler.sampling_from_probs_torch"
+BLOCK = 64  # tokens
+
+
+# torch's multinomial draws a number for each token of the vocabulary, 3 million in a step of 64 requests with a
+# vocabulary of 49,152: a fifth of the step. Here the probabilities are summed once, in blocks; a random number selects
+# a block by their cumulative sum, and a token in it. With top_k, top_p, min_p or a seed SGLang's own sampling runs.
+def sample(
+    original: Callable[..., Tensor], probs: Tensor, sampling_seed: Tensor | None = None, positions: Any = None
+) -> Tensor:
+    """Return a token of each row of probs [B, V], [B] int32."""
+    if sampling_seed is not None or probs.dtype != torch.float32 or not probs.shape[1]:
+        return original(probs, sampling_seed, positions)
+    tokens = select(probs, torch.rand(len(probs), 1, dtype=torch.float64))
+    return original(probs, sampling_seed, positions) if tokens is None else tokens.int()
+
+
+def select(probs: Tensor, uniform: Tensor) -> Tensor | None:
+    """Return the first token of each row at which the cumulative probability exceeds a share of the row's sum.
+
+    Args:
+        probs: [B, V] float32; a row need not sum to 1.
+        uniform: [B, 1] float64, the shares, in [0, 1).
+
+    Returns:
+        [B] int64; a token of probability 0 is never among them. None if a row has no finite, positive sum.
+    """
+    if excess := -probs.shape[1] % BLOCK:
+        probs = torch.nn.functional.pad(probs, (0, excess))
+    blocks = probs.unflatten(1, (-1, BLOCK))
+    cumulative = blocks.sum(-1).double().cumsum(-1)
+    total = cumulative[:, -1:]
+    if not (total.isfinite() & (total > 0)).all():
+        return None
+
+    share = uniform * total
+    block = _first_above(cumulative, share)
+    before = torch.where(block > 0, cumulative.gather(1, (block - 1).clamp_(min=0)), 0)
+    within = blocks[torch.arange(len(probs)), block[:, 0]].double().cumsum(-1)
+    return (block * BLOCK + _first_above(within, share - before))[:, 0]
+
+
+def _first_above(cumulative: Tensor, share: Tensor) -> Tensor:
+    """Return the first index at which `cumulative` exceeds `share`, or, by rounding, the last at which it grows."""
+    below = torch.nextafter(cumulative[:, -1:], torch.zeros_like(share))
+    return torch.searchsorted(cumulative, torch.minimum(share, below), right=True)
+
+
+# --- on a CPU: the prompt of a group is computed once, not once for each member
+
+ADD_REQUEST = "sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req"
+MIN_TOKENS = 16  # of a prompt that are not in the cache: below, another batch costs more
+
+_waited: WeakSet[Any] = WeakSet()  # a request waits for one batch at most
+
+
+# The members arrive together, and SGLang adds all of them to one prefill, where none has the others' prompt in the
+# prefix cache. Here the first one is added, and the others wait for the next batch, which finds its prompt there. With
+# 8 members and completions of 32 tokens the prefill took half of a generation (SmolLM2-135M, prompts of 46 tokens).
+def add_one_req(original: Callable[..., Any], adder: Any, req: Any, *rest: Any, **named: Any) -> Any:
+    """Add a request to the prefill, or leave it in the queue if this prefill computes its prompt for another one."""
+    from sglang.srt.managers.schedule_policy import AddReqResult
+
+    if waits(adder, req):
+        _waited.add(req)
+        return AddReqResult.CONTINUE
+    return original(adder, req, *rest, **named)
+
+
+def waits(adder: Any, req: Any) -> bool:
+    """Return whether a request has to wait."""
+    return (
+        req not in _waited
+        and not getattr(adder.tree_cache, "disable", True)
+        and adder.rem_mamba_slots is None  # those of recurrent layers are reserved before a request is added
+        and len(req.origin_input_ids) - getattr(req, "prefix_len", 0) >= MIN_TOKENS
+        and any(each.origin_input_ids == req.origin_input_ids for each in adder.can_run_list)
+    )
