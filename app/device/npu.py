@@ -5,8 +5,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from app.config.device import DeviceKind
-from app.device.base import Device, Elementwise
-from app.device.linear_attention import KERNELS
+from app.device.base import FLA_KERNELS, Device, Elementwise
 
 if TYPE_CHECKING:
     import torch
@@ -95,7 +94,7 @@ DEVICE = Device(
     visibility="ASCEND_RT_VISIBLE_DEVICES",
     attention_kernel=fusion_attention,
     linear_attention="fla-core",
-    linear_kernels=KERNELS,
+    linear_kernels=FLA_KERNELS,
     has_gather=False,
     engine_fraction=0.7,
     abort_backend=abort_backend,

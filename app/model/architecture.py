@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from app.config.engine_flags import CONTEXT_FLAG
-from app.config.model import TINY_PRESETS, ModelConfig
+from app.config.model import ALL_LINEAR, TINY_PRESETS, LoraConfig, ModelConfig
 from app.config.rollout import RolloutConfig
 from app.errors import ConfigError, expect, one_line
 from app.utils.hub import cached_file
@@ -157,6 +157,30 @@ class Architecture:
 
 def _elements(shapes: Shapes) -> int:
     return sum(math.prod(shape) for shape in shapes.values())
+
+
+def adapter_parameters(model: Architecture, lora: LoraConfig) -> int:
+    """Return the number of parameters of all adapters: rank · (in + out) of each adapted layer."""
+    full, linear, mlp = (
+        _features(shapes, lora) for shapes in (model.full_attention, model.linear_attention, model.mlp)
+    )
+    linear_layers = model.layers - model.full_layers
+    return lora.rank * (model.full_layers * full + linear_layers * linear + model.layers * mlp)
+
+
+def trained_parameters(model: Architecture, lora: LoraConfig) -> int:
+    """Return the number of parameters that a run trains: those of the adapters, or without them all."""
+    return adapter_parameters(model, lora) if lora.enabled else model.parameters
+
+
+def layer_names(model: Architecture) -> set[str]:
+    """Return the names of the linear layers that can have adapters."""
+    return {*model.full_attention, *model.linear_attention, *model.mlp}
+
+
+def _features(shapes: Shapes, lora: LoraConfig) -> int:
+    chosen = shapes if lora.targets == [ALL_LINEAR] else [name for name in shapes if name in lora.targets]
+    return sum(sum(shapes[name]) for name in chosen)
 
 
 VISION_PARAMETERS = 456_010_480  # of the Qwen3.5 tower

@@ -33,11 +33,11 @@ from app.errors import ConfigError, expect, one_line
 from app.model.attention import PACKED, register_packed, working_kernels
 from app.model.hf_checkpoint import Checkpoint, match, open_checkpoint
 from app.model.kernels import CPU_KERNELS, Kernels
-from app.model.lora.layer import is_adapter
+from app.model.lora.layer import add_adapters, initialize, is_adapter, start_from
 from app.model.lora.names import adapter_tensors
-from app.model.lora.wrap import add_adapters, initialize, start_from
-from app.model.parallelize import own_rows, parallelize
+from app.model.parallelize import parallelize
 from app.model.policy import FLOAT32_PARAMETERS, PolicyModel
+from app.model.sharding import own_rows
 
 DROPOUT_FIELD = re.compile(r"dropout|pdrop|layerdrop|drop_rate")
 DROPOUT_MODULES = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)

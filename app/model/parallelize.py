@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
 
 from app.errors import TrainerError
 from app.model.policy import FLOAT32_PARAMETERS, PolicyModel
@@ -37,17 +36,6 @@ def parallelize(policy: PolicyModel, mesh: DeviceMesh, compute_dtype: torch.dtyp
     for layer in policy.layers:
         _shard_layer(layer, mesh, precision)
     fully_shard(policy, mesh=mesh, mp_policy=precision)
-
-
-def own_rows(parameter: DTensor) -> slice:
-    """Rows of this rank. FSDP2 splits dimension 0 into chunks of equal size; the last ones are shorter or empty."""
-    rows = parameter.shape[0]
-    for dimension, placement in enumerate(parameter.placements):
-        if isinstance(placement, Shard):
-            chunk = -(-rows // parameter.device_mesh.size(dimension))
-            start = min(parameter.device_mesh.get_local_rank(dimension) * chunk, rows)
-            return slice(start, min(start + chunk, rows))
-    return slice(0, rows)
 
 
 def _shard_layer(layer: nn.Module, mesh: DeviceMesh, precision: MixedPrecisionPolicy) -> None:

@@ -32,7 +32,6 @@ from app.config.trainer import TrainerConfig
 from app.device import device_of
 from app.device.torchvision_shim import define_operators
 from app.errors import TrainerError
-from app.trainer.profile import FOLDER, StepProfiler
 from app.types import MemoryUse, ScoredGroup, StepReport, TokenSequence, TrainerMemory
 from app.utils.child_environment import for_children, replace_environment
 from app.utils.net import listen
@@ -92,14 +91,6 @@ class RankSpec:
         )
 
 
-def _prepare_process(spec: RankSpec, rank: int) -> None:
-    """Set the log and the environment of a rank's process, before torch is imported."""
-    log_to(spec.logs / f"trainer_{rank}.log")
-    # Not as Ray's `env_vars`: Ray 2.60 starts such workers by `bash -c` and does not quote the interpreter, so that
-    # none starts where its path has a space ("worker startup repeatedly failed").
-    replace_environment({**for_children(os.environ), **spec.environment})
-
-
 class TrainerRank:
     """A trainer rank.
 
@@ -112,14 +103,16 @@ class TrainerRank:
     """
 
     def __init__(self, spec: RankSpec, rank: int):
-        _prepare_process(spec, rank)
+        log_to(spec.logs / f"trainer_{rank}.log")
+        # Not as Ray's `env_vars`: Ray 2.60 starts such workers by `bash -c` and does not quote the interpreter, so that
+        # none starts where its path has a space ("worker startup repeatedly failed"). Before torch is imported.
+        replace_environment({**for_children(os.environ), **spec.environment})
         self.spec = spec
         self.rank = rank
         self.device = device_of(spec.device)
         self.accelerator: Any = None  # torch's module of the device type, from `setup` on; None on a CPU
         self.extensions: dict[str, Any] = {}
         self.offloaded: set[TrainerMemory] = set()
-        self.profiler = StepProfiler(spec.profile_steps, spec.logs.parent / FOLDER, rank)
         self._rendezvous: socket.socket | None = None  # of rank 0
         self._port = 0  # of it, also once the store has taken the socket
 
@@ -136,29 +129,21 @@ class TrainerRank:
         return address, self._port
 
     def setup(self, address: str, port: int) -> None:
-        """Join the process group, load the model and make the step. A collective.
-
-        Args:
-            address: Address of rank 0.
-            port: Port of the rendezvous there.
-        """
+        """Join the process group at this address of rank 0, load the model and make the step. A collective."""
         gc.disable()  # before 4,000 modules are imported
-        self._seed()
         self._select_device()
         self._join_process_group(address, port)
         self._load_models()
         self._make_step()
         disable_automatic_gc()
 
-    def _seed(self) -> None:
+    def _select_device(self) -> None:
+        """Seed the random number generators and select this rank's device."""
         import torch
 
         random.seed(self.spec.seed)
         np.random.seed(self.spec.seed)
         torch.manual_seed(self.spec.seed)
-
-    def _select_device(self) -> None:
-        import torch
 
         torch.set_num_threads(self.spec.threads)
         if self.device.prepare_rank is not None:
@@ -236,6 +221,7 @@ class TrainerRank:
         from app.trainer.checkpoint_state import RankState
         from app.trainer.optimizer import PolicyOptimizer
         from app.trainer.step import TrainStep
+        from app.trainer.throughput import StepProfiler
 
         spec = self.spec
         self.optimizer = PolicyOptimizer(
@@ -245,14 +231,14 @@ class TrainerRank:
         self.step = TrainStep(
             self.model, self.optimizer, spec.step_settings, self.torch_device, reference, self._peak_flops()
         )
-        self.state = RankState(self.model, self.optimizer, self.torch_device, timeout_s=self.spec.trainer.timeout_s)
+        self.state = RankState(self.model, self.optimizer, self.torch_device, timeout_s=spec.trainer.timeout_s)
+        self.profiler = StepProfiler(spec.profile_steps, spec.logs.parent / "profile", self.rank)
 
     def _peak_flops(self) -> float | None:
         """Return the peak FLOP/s of this rank's device; None if it is not known. Known peaks are those of bfloat16."""
         if self.accelerator is None or self.spec.dtype is not Dtype.bfloat16:
             return None
-        name = self.accelerator.get_device_name(self.torch_device)
-        peak = self.device.peak_tflops_of(name)
+        peak = self.device.peak_tflops_of(self.accelerator.get_device_name(self.torch_device))
         return None if peak is None else 1e12 * peak
 
     # --- the step

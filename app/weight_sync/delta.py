@@ -19,8 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from app.model.parallelize import own_rows
-from app.model.sharding import local_shard
+from app.model.sharding import local_shard, own_rows
 from app.weight_sync.buckets import Bucket, ReadyBucket, Receivers, TensorMeta
 from app.weight_sync.gather import all_gather, gather_by_rank, gather_full
 from app.weight_sync.snapshot import Changes, ShardSnapshot, diff_and_replace_all

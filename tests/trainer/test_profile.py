@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from app.trainer.profile import StepProfiler
+from app.trainer.throughput import StepProfiler
 
 
 def traced(path: Path) -> set[str]:

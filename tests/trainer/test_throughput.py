@@ -11,8 +11,7 @@ from app.config.algorithm import AlgorithmConfig, Kl
 from app.config.model import LoraConfig
 from app.device.torchvision_shim import transformers
 from app.model.load import load
-from app.model.lora.layer import adapters_off
-from app.model.lora.wrap import add_adapters, initialize
+from app.model.lora.layer import adapters_off, add_adapters, initialize
 from app.model.policy import PolicyModel
 from app.trainer.step import TrainStep
 from app.trainer.throughput import ModelFlops, throughput_metrics

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from app.config.model import LoraConfig
-from app.model.architecture import QWEN3_4B, QWEN35_9B, from_config
+from app.model.architecture import QWEN3_4B, QWEN35_9B, adapter_parameters, from_config, trained_parameters
 from app.model.load import load
-from app.model.lora.count import adapter_parameters, trained_parameters
 from app.model.policy import named_trained_tensors
 from tests.model.support import save_qwen3, save_qwen35
 
