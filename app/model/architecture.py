@@ -228,7 +228,7 @@ def checkpoint_config(model: ModelConfig) -> dict[str, Any] | None:
 
 
 def unknown_shapes(model: ModelConfig) -> str:
-    """Say why there is no memory estimate for a model."""
+    """Return why a model has no memory estimate."""
     config = checkpoint_config(model)
     if config is not None:
         return f"no estimate, model.path={model.path} is not a dense decoder of a known kind ({', '.join(DENSE)})"

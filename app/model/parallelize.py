@@ -49,6 +49,7 @@ def _shard_layer(layer: nn.Module, mesh: DeviceMesh, precision: MixedPrecisionPo
         return
 
     fully_shard(_modules_without_float32(layer), mesh=mesh, mp_policy=precision)
+    # Without `cast_forward_inputs=False` FSDP2 would cast the hidden states of the whole layer to float32.
     exact = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32, cast_forward_inputs=False)
     fully_shard(layer, mesh=mesh, mp_policy=exact)
 

@@ -111,6 +111,7 @@ class Offload:
         self._synchronize()
         for storage in storages:
             self._free(storage)
+        # torch's allocator keeps freed blocks for itself; the engine needs them.
         if self._device_module is not None:
             self._device_module.empty_cache()
 

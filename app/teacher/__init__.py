@@ -30,7 +30,7 @@ from app.utils.tasks import gather_or_raise
 KEY = "POSTTRAIN_TEACHER_KEY"  # environment variable: the key of the servers
 RETRY_DELAY_S = 0.5  # before a request is sent again; doubled each time
 CHECK_TIMEOUT_S = 15.0
-# Texts whose tokens tell vocabularies apart.
+# Texts whose tokens differ between vocabularies.
 PROBES = ("How much is 12+34=?", "def f(x):\n    return x ** 2  # naïve", "Die Wörter 你好, мир и 🙂\t1,234.5")
 
 
@@ -65,8 +65,8 @@ class Teacher:
         self.config = config
         self._engine = EngineClient(pool) if pool is not None else None
         self._clients: dict[str, list[Client]] = {}  # by the source that they score
-        self._turns = itertools.count()
-        self._free = asyncio.Semaphore(config.max_requests)
+        self._requests = itertools.count()
+        self._slots = asyncio.Semaphore(config.max_requests)
 
     async def __aenter__(self) -> "Teacher":
         key = os.environ.get(KEY)
@@ -114,9 +114,9 @@ class Teacher:
             return np.zeros(0, dtype=np.float32)
 
         for attempt in itertools.count():
-            client = clients[next(self._turns) % len(clients)]
+            client = clients[next(self._requests) % len(clients)]
             try:
-                async with self._free:
+                async with self._slots:
                     reply = await client.post("/generate", _request(sequence), seconds=self.config.timeout_s)
                 return sampled_logprobs(reply, sequence)
             except (EngineError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Self-distillation: the policy, asked with the answer, scores what it sampled without it.
+"""Self-distillation: the policy, with the answer in its prompt, scores completions that it sampled without it.
 
 The run's own engines compute the log-probabilities, with the weights that they have when a completion is scored.
 """

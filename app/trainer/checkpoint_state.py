@@ -127,8 +127,9 @@ class RankState:
         # The state is in host memory: there is nothing to copy ahead.
         writer = dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)
         written = ChecksummedFiles()
+        # The writer makes a file system of its own, without checksums.
         writer.fs = written
-        with _explained(folder, "written"):
+        with _wrap_errors(folder, "written"):
             dcp.save(
                 captured,
                 storage_writer=writer,
@@ -163,7 +164,7 @@ class RankState:
         if random_key in saved:
             target[random_key] = torch.zeros(saved[random_key].size, dtype=torch.uint8)
 
-        with _explained(folder, "read"):
+        with _wrap_errors(folder, "read"):
             dcp.load(
                 target,
                 storage_reader=dcp.FileSystemReader(folder),
@@ -185,6 +186,7 @@ class RankState:
     def _on_host(self, tensor: Tensor, copy: Callable[[Tensor], Tensor]) -> Tensor:
         if not isinstance(tensor, DTensor):
             return copy(tensor)
+        # torch.distributed.checkpoint shards DTensors alone, and their mesh has to be of the host, as the copy is.
         return DTensor.from_local(
             copy(tensor.to_local()),
             self._host_mesh,
@@ -247,7 +249,7 @@ def read_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
 def _read(folder: Path, batch: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     # A single process reads on purpose.
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-    with _explained(folder, "read"):
+    with _wrap_errors(folder, "read"):
         dcp.load(batch, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
     yield from ((key.removeprefix(MODEL), tensor) for key, tensor in batch.items())
 
@@ -268,7 +270,7 @@ def _empty_slot(saved: Any, parameter: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def _explained(folder: Path, action: str) -> Iterator[None]:
+def _wrap_errors(folder: Path, action: str) -> Iterator[None]:
     """Raise the first rank's failure in one line. The stacks of all ranks go to this rank's log."""
     try:
         yield

@@ -199,4 +199,5 @@ def _make(parameters: list[torch.nn.Parameter], config: TrainerConfig, *, fused:
     ]
     if config.optimizer is Optimizer.sgd:
         return torch.optim.SGD(param_groups, lr=config.peak_lr)
+    # None, not False: with False torch would not use its foreach kernels either, and update tensor by tensor.
     return torch.optim.AdamW(param_groups, lr=config.peak_lr, betas=(config.beta1, config.beta2), fused=fused or None)

@@ -267,8 +267,9 @@ class TrainerRank:
         return self.step.finish()
 
     def abort_step(self) -> None:
-        """Discard the open step. Frees first what a failed pass holds: the reset gathers parameters again."""
+        """Discard the open step. Frees the memory of a failed pass first: the reset gathers parameters again."""
         self.profiler.abort()
+        # The error of a failed pass may hold its activations in a reference cycle.
         gc.collect()
         if self.accelerator is not None:
             self.accelerator.empty_cache()

@@ -242,12 +242,12 @@ class TrainStep:
     def _microbatches(self, samples: Sequence[Sample], cost: Cost) -> Iterator[MicroBatch]:
         """Yield this rank's microbatch of each pass. A pass lasts until the next one is requested."""
         lengths = [sample.tokens for sample in samples]
-        leads = [sample.lead for sample in samples]
-        passes = plan_microbatches(lengths, leads, ranks=self.ranks, budget=self.settings.tokens_per_microbatch)
+        prefixes = [sample.shared_prefix for sample in samples]
+        passes = plan_microbatches(lengths, prefixes, ranks=self.ranks, budget=self.settings.tokens_per_microbatch)
         for by_rank in passes:
             for members in by_rank:
                 sampled = sum(samples[index].sampled_tokens for index in members)
-                shared = shared_tokens([leads[index] for index in members])
+                shared = shared_tokens([prefixes[index] for index in members])
                 self._flops += cost.of([lengths[index] for index in members], sampled, shared)
 
             self.gate.enter()
