@@ -45,7 +45,6 @@ class LinearAttention:
 
     @property
     def value_channels(self) -> int:
-        """Width of all value heads together."""
         return self.value_heads * self.value_dim
 
     @property
@@ -106,7 +105,6 @@ class Architecture:
 
     @property
     def full_layer_parameters(self) -> int:
-        """Parameters of a layer with full attention."""
         head_norms = 2 * self.head_dim if self.head_norms else 0
         return _elements(self.full_attention) + head_norms + self._mlp_and_norms
 
@@ -137,7 +135,7 @@ class Architecture:
 
     @property
     def largest_tensor(self) -> int:
-        """Elements of the largest tensor."""
+        """In elements."""
         return max(self.vocabulary, self.ffn) * self.hidden
 
     def kv_bytes_per_token(self, item: int, tensor_parallel: int = 1) -> int:
@@ -161,11 +159,13 @@ def _elements(shapes: Shapes) -> int:
 
 def adapter_parameters(model: Architecture, lora: LoraConfig) -> int:
     """Return the number of parameters of all adapters: rank · (in + out) of each adapted layer."""
-    full, linear, mlp = (
-        _features(shapes, lora) for shapes in (model.full_attention, model.linear_attention, model.mlp)
-    )
-    linear_layers = model.layers - model.full_layers
-    return lora.rank * (model.full_layers * full + linear_layers * linear + model.layers * mlp)
+
+    def features(shapes: Shapes) -> int:
+        return sum(sum(shape) for name, shape in shapes.items() if lora.targets == [ALL_LINEAR] or name in lora.targets)
+
+    attention = model.full_layers * features(model.full_attention)
+    attention += (model.layers - model.full_layers) * features(model.linear_attention)
+    return lora.rank * (attention + model.layers * features(model.mlp))
 
 
 def trained_parameters(model: Architecture, lora: LoraConfig) -> int:
@@ -176,11 +176,6 @@ def trained_parameters(model: Architecture, lora: LoraConfig) -> int:
 def layer_names(model: Architecture) -> set[str]:
     """Return the names of the linear layers that can have adapters."""
     return {*model.full_attention, *model.linear_attention, *model.mlp}
-
-
-def _features(shapes: Shapes, lora: LoraConfig) -> int:
-    chosen = shapes if lora.targets == [ALL_LINEAR] else [name for name in shapes if name in lora.targets]
-    return sum(sum(shapes[name]) for name in chosen)
 
 
 VISION_PARAMETERS = 456_010_480  # of the Qwen3.5 tower
@@ -301,13 +296,14 @@ def from_config(config: dict[str, Any]) -> Architecture | None:
     if kind not in DENSE:
         return None
 
-    layers = text["num_hidden_layers"]
+    layers = full_layers = text["num_hidden_layers"]
     heads = text["num_attention_heads"]
     linear = None
-    full_layers = layers
     if "linear_num_value_heads" in text:
         linear = LinearAttention(*(text[f"linear_{key}"] for key in LINEAR_KEYS))
-        full_layers = _full_layers(text)
+        full_layers = layers // text.get("full_attention_interval", 4)
+        if kinds := text.get("layer_types"):
+            full_layers = kinds.count("full_attention")
 
     return Architecture(
         layers=layers,
@@ -323,10 +319,3 @@ def from_config(config: dict[str, Any]) -> Architecture | None:
         linear=linear,
         vision_parameters=VISION_PARAMETERS if "vision_config" in config else 0,
     )
-
-
-def _full_layers(text: dict[str, Any]) -> int:
-    kinds = text.get("layer_types")
-    if kinds:
-        return sum(kind == "full_attention" for kind in kinds)
-    return text["num_hidden_layers"] // text.get("full_attention_interval", 4)

@@ -90,6 +90,7 @@ def _tied_head(source: Checkpoint, trained: set[str]) -> set[str]:
 
 
 def _write(tensors: Iterable[tuple[str, Tensor]], folder: Path) -> None:
+    """Write files of up to `FILE_BYTES`, whose final names contain their number."""
     from safetensors.torch import save_file
 
     files: list[list[str]] = []
@@ -111,11 +112,6 @@ def _write(tensors: Iterable[tuple[str, Tensor]], folder: Path) -> None:
         total_bytes += tensor.nbytes
     flush()
 
-    _name_files(folder, files, total_bytes)
-
-
-def _name_files(folder: Path, files: list[list[str]], total_bytes: int) -> None:
-    """Give the written files their final names, which contain the number of files."""
     if len(files) == 1:
         (folder / "0.tmp").rename(folder / SINGLE)
         return
@@ -125,7 +121,6 @@ def _name_files(folder: Path, files: list[list[str]], total_bytes: int) -> None:
         file = f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
         (folder / f"{number}.tmp").rename(folder / file)
         weight_map |= dict.fromkeys(names, file)
-
     index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 

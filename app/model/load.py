@@ -82,7 +82,11 @@ def load(
     if lora is not None and adapted:
         _widen_decays(causal_lm)
         add_adapters(causal_lm, lora)
-    _checkpoint_activations(causal_lm, activation_checkpointing)
+    if activation_checkpointing is not Checkpointing.none:
+        causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
+    if activation_checkpointing is Checkpointing.some:
+        for layer in causal_lm.get_decoder().layers[1::2]:
+            layer.gradient_checkpointing = False
     owners = _owners(causal_lm)
     if kernels.linear is not None and torch.device(device).type != "cpu":
         tried = working_kernels(kernels.linear, causal_lm.get_decoder(), device, compute_dtype)
@@ -139,16 +143,6 @@ def _widen_decays(causal_lm: Any) -> None:
         for name, parameter in list(module.named_parameters(recurse=False)):
             if name in FLOAT32_PARAMETERS:
                 setattr(module, name, nn.Parameter(parameter.detach().float()))
-
-
-def _checkpoint_activations(causal_lm: Any, layers: Checkpointing) -> None:
-    if layers is Checkpointing.none:
-        return
-
-    causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
-    if layers is Checkpointing.some:
-        for layer in causal_lm.get_decoder().layers[1::2]:
-            layer.gradient_checkpointing = False
 
 
 def _disable_dropout(config: Any) -> None:

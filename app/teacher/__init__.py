@@ -90,14 +90,13 @@ class Teacher:
 
     async def require_same_vocabulary(self, tokenizer: Any) -> None:
         """Raise `ConfigError` for a server that does not answer, refuses our key, or has other tokens."""
-        expected = _encoded(tokenizer)
         for client in itertools.chain.from_iterable(self._clients.values()):
             try:
                 body = {"model": "default", "prompt": list(PROBES), "add_special_tokens": False}
                 reply = await client.post("/tokenize", body, seconds=CHECK_TIMEOUT_S)
             except EngineError as error:
                 raise ConfigError("teacher.urls", client.url, "the address of a teacher", one_line(error)) from error
-            _require_same("teacher.urls", client.url, reply.get("tokens"), expected)
+            _require_same("teacher.urls", client.url, reply.get("tokens"), tokenizer)
 
     async def _trajectory(self, trajectory: Trajectory) -> Trajectory:
         prompt = trajectory.prompt
@@ -141,16 +140,12 @@ def require_teacher(config: TeacherConfig, tokenizer: Any) -> None:
 
 def require_same_tokens(path: str, teacher: Any, tokenizer: Any) -> None:
     """Raise `ConfigError` unless the tokenizer of `teacher.path` encodes text as that of the policy does."""
-    _require_same("teacher.path", path, _encoded(teacher), _encoded(tokenizer))
+    tokens = teacher(list(PROBES), add_special_tokens=False)["input_ids"]
+    _require_same("teacher.path", path, tokens, tokenizer)
 
 
-def _encoded(tokenizer: Any) -> list[list[int]]:
-    tokens: list[list[int]] = tokenizer(list(PROBES), add_special_tokens=False)["input_ids"]
-    return tokens
-
-
-def _require_same(key: str, value: str, tokens: object, expected: object) -> None:
-    if tokens != expected:
+def _require_same(key: str, value: str, tokens: object, tokenizer: Any) -> None:
+    if tokens != tokenizer(list(PROBES), add_special_tokens=False)["input_ids"]:
         why = "it encodes text into other tokens than model.path"
         raise ConfigError(key, value, "a model with the policy's tokenizer", why)
 

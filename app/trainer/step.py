@@ -60,8 +60,9 @@ from app.trainer.microbatch import (
 )
 from app.trainer.optimizer import PolicyOptimizer, UpdateResult, update_metrics
 from app.trainer.reductions import RawSums, UnreadSums, all_gather_logprobs
-from app.trainer.throughput import Cost, ModelFlops, phase_timer, throughput_metrics
+from app.trainer.throughput import Cost, EventTimer, ModelFlops, throughput_metrics
 from app.types import ScoredGroup, StepReport, TokenSequence
+from app.utils.phase_timer import PhaseTimer
 from app.utils.process import trim_heap
 
 HOLD_TIMEOUT_S = 60.0  # of a rank that was held, for the driver's second call
@@ -232,7 +233,7 @@ class TrainStep:
         self._totals = RawSums()  # all ranks, finished updates
         self._results: list[UpdateResult] = []  # one per update
         self._flops = 0.0  # all ranks
-        self._timer = phase_timer(self.device)
+        self._timer = PhaseTimer() if self.device.type == "cpu" else EventTimer(self.device)
         self._in_pass = False  # stays True if a pass raises
         self._memory = PassMemory(self.device)
         self.gate.reset()

@@ -50,11 +50,6 @@ class EventTimer(PhaseTimer):
         return super().seconds()
 
 
-def phase_timer(device: torch.device) -> PhaseTimer:
-    """Return the timer of a device's phases."""
-    return PhaseTimer() if device.type == "cpu" else EventTimer(device)
-
-
 @dataclass(frozen=True, slots=True)
 class Cost:
     """FLOPs of a pass."""
