@@ -253,11 +253,7 @@ def require_context(
 ) -> None:
     """Raise `ConfigError` if a prompt and its completion may be longer than the model's context.
 
-    Args:
-        rollout: Length limits, and SGLang's flags.
-        config: Content of the model's `config.json`; None: unknown.
-        model: Its path or hub id.
-        key: The setting that gives it.
+    `config` is the content of its `config.json`, None if unknown, and `key` the setting that names `model`.
     """
     flag = rollout.engine_args.get(CONTEXT_FLAG)
     limit = context_tokens(config or {}) if flag is None else int(flag)

@@ -61,14 +61,9 @@ def local_folder(config: ModelConfig) -> Path | None:
 
 
 def load_tokenizer(path: Path, *, trust_remote_code: bool = False, chat_template: str | None = None) -> Any:
-    """Load the tokenizer of a model directory. If there is a `tokenizer.json`, which environments read, it decides.
+    """Load the tokenizer of a model directory, with `chat_template` in place of the model's own.
 
-    Args:
-        trust_remote_code: Run code that ships with the model.
-        chat_template: Text of a template in place of the model's own.
-
-    Raises:
-        ConfigError: Its files cannot be read.
+    If there is a `tokenizer.json`, which environments read, it decides. Raises `ConfigError` if a file cannot be read.
     """
     own = {} if chat_template is None else {"chat_template": chat_template}
     try:

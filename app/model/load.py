@@ -60,7 +60,6 @@ def load(
     """Load the policy of a model directory in training mode.
 
     Args:
-        path: A complete Hugging Face directory.
         mesh: Device mesh, sharding dimension last. Parameters become FSDP2 shards. None: a plain module.
         param_dtype: Dtype of the parameters. With adapters, those of the base have the compute dtype instead.
         compute_dtype: Dtype of the computation; gradients are reduced in float32. Requires a mesh.

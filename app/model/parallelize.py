@@ -24,8 +24,8 @@ def parallelize(policy: PolicyModel, mesh: DeviceMesh, compute_dtype: torch.dtyp
     """Shard the parameters of a policy in place. On one rank that computes in their dtype there is nothing to do.
 
     Args:
-        policy: The policy; its parameters may be on the meta device.
-        mesh: Device mesh. FSDP2 shards over its last dimension, and replicates over the first of two.
+        policy: May be on the meta device.
+        mesh: FSDP2 shards over its last dimension, and replicates over the first of two.
         compute_dtype: Dtype of the computation, except for the decays of linear attention. Gradients are reduced in
             float32.
     """

@@ -91,14 +91,9 @@ class RankState:
         return copies * sum(local_shard(tensor).nbytes for tensor in self._parameters().values())
 
     def capture(self, copy: Callable[[Tensor], Tensor] | None = None) -> int:
-        """Copy this rank's share to host memory.
+        """Copy this rank's share to host memory. Returns the bytes copied.
 
-        Args:
-            copy: Copies a local tensor to host memory. Memory offload passes one that can read offloaded tensors.
-                None: `host_copy`.
-
-        Returns:
-            Bytes copied.
+        `copy` copies a local tensor; memory offload passes one that can read offloaded tensors. None: `host_copy`.
         """
         reshard(self.model)
         parameters = self._parameters()
@@ -114,11 +109,7 @@ class RankState:
         return sum(local_shard(tensor).nbytes for tensor in captured.values())
 
     def write(self, folder: Path) -> dict[str, int]:
-        """Write the captured state. Its files are on disk when this returns.
-
-        Returns:
-            CRC-32 of each file that this rank wrote, by name.
-        """
+        """Write the captured state to disk. Returns the CRC-32 of each file that this rank wrote, by name."""
         captured = self._captured
         self._captured = None
         if captured is None:

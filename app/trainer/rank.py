@@ -135,7 +135,10 @@ class TrainerRank:
         self._join_process_group(address, port)
         self._load_models()
         self._make_step()
-        disable_automatic_gc()
+
+        # Ranks collect at the same time in `begin_step` and between microbatches: no pause of one stalls the others.
+        gc.collect()
+        gc.freeze()  # exempts today's objects from later collections
 
     def _select_device(self) -> None:
         """Seed the random number generators and select this rank's device."""
@@ -156,7 +159,8 @@ class TrainerRank:
             self.accelerator.set_device(self.torch_device)
 
     def _device_index(self) -> int:
-        """Return this rank's index among the visible devices: Ray narrows visibility for some device kinds only."""
+        """Return this rank's index among the visible devices."""
+        # Ray narrows visibility for some device kinds only.
         assigned = [str(each) for each in ray.get_runtime_context().get_accelerator_ids().get(self.device.resource, [])]
         visible = [each for each in os.environ.get(self.device.visibility or "", "").split(",") if each]
         if not assigned:
@@ -167,7 +171,7 @@ class TrainerRank:
         import torch.distributed as dist
 
         backend = self.device.collective
-        if self.device.torch_type != "cpu":
+        if self.accelerator is not None:
             # Gloo, for collectives of host tensors.
             backend = f"cpu:gloo,{self.device.torch_type}:{backend}"
 
@@ -314,10 +318,8 @@ class TrainerRank:
         if self.accelerator is not None:
             self.accelerator.synchronize(self.torch_device)
 
-    # --- preconditions
-
     def require_onloaded(self, call: str, *regions: TrainerMemory) -> None:
-        """Raise `TrainerError` if one of these regions is offloaded: reading it would return garbage."""
+        """Raise `TrainerError` if one of these regions is offloaded: its content would be garbage."""
         offloaded = [region.name for region in regions if region in self.offloaded]
         if offloaded:
             raise TrainerError(f"trainer rank {self.rank}: {call} while offloaded: {', '.join(offloaded)}")
@@ -325,8 +327,6 @@ class TrainerRank:
     def _require_closed(self, call: str) -> None:
         if self.step.open:
             raise TrainerError(f"{call} while a step is open: finish or abort it first")
-
-    # --- memory offload
 
     def offload(self, region: TrainerMemory) -> None:
         self.extensions[OFFLOAD].offload(region)
@@ -373,14 +373,3 @@ class TrainerRank:
     @runs_concurrently("status")
     def pid(self) -> int:
         return os.getpid()
-
-
-def disable_automatic_gc() -> None:
-    """Disable automatic GC.
-
-    `begin_step`, and `TrainStep` between microbatches, collect on all ranks at the same time, so that one rank's pause
-    cannot stall the others.
-    """
-    gc.collect()
-    gc.freeze()  # exempts today's objects from later collections
-    gc.disable()

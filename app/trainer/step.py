@@ -158,8 +158,7 @@ class TrainStep:
         """Add groups. With one update per step, compute the microbatches that are full; else wait for `finish`."""
         self._require_open("add_groups")
         algorithm = self.settings.algorithm
-        samples = make_samples(groups, mask_truncated=algorithm.mask_truncated)
-        self._pending += samples
+        self._pending += make_samples(groups, mask_truncated=algorithm.mask_truncated)
 
         if algorithm.updates_per_step == 1:
             lengths = [sample.tokens for sample in self._pending]
@@ -224,7 +223,6 @@ class TrainStep:
         self._reset()
 
     def _reset(self) -> None:
-        """Clear the state of a step."""
         self._pending: list[Sample] = []
         self._demonstrations: list[Sample] = []
         self._old_logprobs: dict[SampleKey, Tensor] = {}  # [T] each
@@ -270,7 +268,9 @@ class TrainStep:
         if not samples:
             return
         demonstrated = RawSums(demonstrated=sum(sample.sampled_tokens for sample in samples))
-        coefficient = _ce_coefficient(self._sums.all_reduce() + demonstrated, self.settings)
+        divisors = _denominators(self._sums.all_reduce() + demonstrated, self.settings)
+        weight = self.settings.algorithm.ce_coefficient * common_denominator(divisors)
+        coefficient = weight / max(divisors[Component.ce], 1.0)  # c · N / N_ce
         for micro in self._microbatches(samples, self.model_flops.step):
             with self._timer.phase("forward"):
                 logprobs, _ = self._forward(self.model, micro, temperature=1.0)
@@ -465,12 +465,6 @@ def _denominators(totals: RawSums, settings: StepSettings) -> dict[Component, fl
         demonstrated=totals.demonstrated,
         max_completion_tokens=settings.max_completion_tokens,
     )
-
-
-def _ce_coefficient(totals: RawSums, settings: StepSettings) -> float:
-    """Return c · N / N_ce, with the common denominator N."""
-    divisors = _denominators(totals, settings)
-    return settings.algorithm.ce_coefficient * common_denominator(divisors) / max(divisors[Component.ce], 1.0)
 
 
 def _loss_metrics(totals: RawSums, settings: StepSettings) -> dict[str, float]:

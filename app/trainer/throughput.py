@@ -112,13 +112,9 @@ def _products(matrix: Tensor) -> int:
 def throughput_metrics(
     seconds: Mapping[str, float], *, tokens: float, flops: float, ranks: int, peak_flops: float | None
 ) -> dict[str, float]:
-    """Return seconds by phase, tokens per second and MFU.
+    """Return seconds by phase, tokens per second and MFU, from the tokens and FLOPs of all ranks.
 
     Args:
-        seconds: By phase.
-        tokens: Of all ranks.
-        flops: Of all ranks.
-        ranks: Devices that computed them.
         peak_flops: Peak FLOP/s of one device. None, if unknown, leaves out `trainer/mfu`.
     """
     total = sum(seconds.values())

@@ -108,15 +108,10 @@ def adapter_metrics(model: nn.Module) -> Mapping[str, float]:
 
 
 def add_adapters(causal_lm: Any, lora: LoraConfig) -> None:
-    """Replace linear layers of the decoder by `LoraLinear` in place, and freeze everything else.
+    """Replace linear layers of a decoder on the meta device by `LoraLinear`, and freeze everything else.
 
-    Call it before FSDP2 shards the model. The adapters are uninitialized: see `initialize`.
-
-    Args:
-        causal_lm: A Hugging Face causal LM, on the meta device.
-
-    Raises:
-        ConfigError: A target names no linear layer of the decoder.
+    Call it before FSDP2 shards the model. The adapters are uninitialized: see `initialize`. Raises `ConfigError` if a
+    target names no linear layer of the decoder.
     """
     causal_lm.requires_grad_(False)
     layers = list(_linear_layers(causal_lm))
@@ -152,12 +147,7 @@ def initialize(causal_lm: nn.Module, seed: int) -> None:
 
 @torch.no_grad()
 def start_from(adapters: Mapping[str, nn.Parameter], path: Path) -> None:
-    """Set A and B to those of a PEFT adapter.
-
-    Args:
-        adapters: Parameters by PEFT's names.
-        path: Directory of the adapter, with a tensor for each of them and no other.
-    """
+    """Set A and B, by PEFT's names, to those of an adapter's directory, which has a tensor for each and no other."""
     key = "model.lora.path"
     expected = {name: tuple(parameter.shape) for name, parameter in adapters.items()}
     with open_checkpoint(path, key) as stored:
