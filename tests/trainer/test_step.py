@@ -49,27 +49,6 @@ def test_loss_and_gradients_match_transformers_one_trajectory_at_a_time(
     plain.assert_step(ours, model, loss)
 
 
-def test_every_metric_has_its_own_denominator(path: Path, groups: list[ScoredGroup]) -> None:
-    metrics = play(path, Scenario(GRPO, groups)).metrics
-    model = plain.transformers_model(path)
-    logprobs, entropies, rollout_logprobs = [], [], []
-    with torch.no_grad():
-        for scored in groups:
-            for trajectory in scored.group.trajectories:
-                logs, entropy = plain.token_logprobs(model, trajectory, TEMPERATURE)
-                logprobs.append(logs)
-                entropies.append(entropy)
-                rollout_logprobs.append(torch.as_tensor(trajectory.completion.logprobs).double())
-    difference = torch.cat(logprobs) - torch.cat(rollout_logprobs)
-    assert metrics["entropy"] == pytest.approx(torch.cat(entropies).mean().item(), rel=1e-5)
-    assert metrics["mismatch/abs_difference"] == pytest.approx(difference.abs().mean().item(), rel=1e-4)
-    assert metrics["mismatch/kl"] == pytest.approx((difference.exp() - difference - 1).mean().item(), rel=1e-4)
-    assert metrics["mismatch/max_ratio"] == pytest.approx(difference.exp().max().item(), rel=1e-5)
-    assert (metrics["ratio/max"], metrics["ratio/min"], metrics["ratio/mean"]) == (1.0, 1.0, 1.0)
-    assert metrics["trainer/tokens"] == sum(t.tokens for scored in groups for t in scored.group.trajectories)
-    assert metrics["trainer/padding_fraction"] == 0.0  # one rank has no dummies
-
-
 def test_on_policy_tokens_have_a_mismatch_of_their_own(path: Path, groups: list[ScoredGroup]) -> None:
     """A step that begins with policy 4 counts the tokens that policy 4 sampled, in sequences that others began."""
     spanned = [replace(each, group=with_spans(each.group, stale=index % 3)) for index, each in enumerate(groups)]
