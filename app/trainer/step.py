@@ -399,7 +399,7 @@ class PassGate:
         """Begin a pass or an update, after which the step goes on to its end. Raises `TrainerError` if it ends here."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._limit is not None, HOLD_TIMEOUT_S):
-                raise TrainerError(f"the driver did not say within {HOLD_TIMEOUT_S:.0f} s where the step ends")
+                raise TrainerError(f"the driver did not end the held step within {HOLD_TIMEOUT_S:.0f} s")
             if self._limit is not None and self._begun >= self._limit:
                 raise TrainerError(f"the step was ended after {self._begun} passes")
             self._begun += 1
