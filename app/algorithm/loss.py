@@ -17,7 +17,7 @@ Invariants:
   another denominator is computed when N_rl is known, and multiplied by N_rl / N.
 - Denominators count the unmasked batch: the term of a masked token is zero, but the token is still counted.
 - Tensors over tokens have shape [N], tensors over sequences [S]. A sequence is never split across microbatches. The
-  sequences of a trajectory may be: each knows the tokens of the whole, which is counted once in every denominator.
+  sequences of a trajectory may be: each carries the token count of the trajectory, which every denominator counts once.
 
 Sources: DeepSeekMath (arXiv 2402.03300), DAPO (2503.14476), Dr. GRPO (2503.20783), GSPO (2507.18071), dual clip
 (1912.09729); those of the objectives are in objective.py. The mismatch between rollout and trainer is corrected by

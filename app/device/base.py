@@ -1,4 +1,4 @@
-"""The `Device` type: everything that shared code needs to know about a kind of device."""
+"""The `Device` type: all properties of a kind of device that shared code uses."""
 
 import importlib
 import os
@@ -113,7 +113,7 @@ class Elementwise:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What differs between CPU, CUDA and NPU."""
+    """All differences between CPU, CUDA and NPU."""
 
     kind: DeviceKind
     torch_type: str  # torch.device type

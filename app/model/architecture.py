@@ -274,7 +274,7 @@ def require_context(
 
 
 def context_tokens(config: dict[str, Any]) -> int | None:
-    """Return the context of a model as SGLang derives it from `config.json`; None if the file does not say."""
+    """Return the context of a model as SGLang derives it from `config.json`; None if the file has no such field."""
     text = config.get("text_config", config)
     positions = next((text[key] for key in CONTEXT_KEYS if text.get(key) is not None), None)
     if positions is None:

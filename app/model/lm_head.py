@@ -55,7 +55,7 @@ def token_logprobs(
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """How the logits [N, V] are cut into chunks."""
+    """Chunk sizes of the logits [N, V]."""
 
     tokens: int  # at most, of a chunk
     vocabulary: int

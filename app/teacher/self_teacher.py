@@ -58,7 +58,7 @@ class SelfTeacher:
 
 
 def require_self_teacher(prompts: Iterable[Prompt], config: RunConfig, tokenizer: Any) -> None:
-    """Raise `ConfigError` unless `teacher.prompt` can be asked in place of each of these prompts."""
+    """Raise `ConfigError` unless `teacher.prompt` can replace each of these prompts."""
     setting, limit = config.teacher.prompt, config.rollout.max_prompt_tokens
     longest = 0
     for prompt in prompts:

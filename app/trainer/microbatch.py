@@ -1,4 +1,4 @@
-"""Which rank computes which sequence in which pass, and the packed tensors of one microbatch.
+"""The plan of passes (sequences by pass and rank), and the packed tensors of one microbatch.
 
 A pass is one forward and backward that all ranks run together, each on a microbatch. Every rank plans for all ranks
 from the same samples, so the plans agree without communication. A microbatch holds up to `budget` tokens without

@@ -106,7 +106,7 @@ def test_the_kernel_of_torch_has_this_signature() -> None:
 @pytest.mark.parametrize("unsupported", [{"softcap": 50.0}, {"s_aux": torch.zeros(4)}])
 def test_capped_scores_and_attention_sinks_are_refused(unsupported: dict[str, Any]) -> None:
     query = torch.zeros(1, 4, 6, 8)
-    with pytest.raises(ValueError, match=r"^packed attention neither caps scores \(softcap\) nor has attention sinks"):
+    with pytest.raises(ValueError, match="softcap"):
         packed(nn.Module(), query, query, query, None, packing=packing([4, 2]), **unsupported)
 
 

@@ -53,27 +53,3 @@ async def test_a_student_learns_from_a_teacher_without_any_reward(
     assert summary["eval/accuracy_first"] < 0.6
     assert summary["eval/accuracy_last"] > 0.9
     assert {line["advantage/std"] for line in steps} == {0.0}
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-async def test_a_run_ends_with_a_sentence_when_its_teacher_is_gone_and_resumes_with_another(
-    tiny_model: Path, start: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    few = ["steps=200", "eval.before_train=false", "checkpoint.every=2", "teacher.retries=1"]
-    async with sglang(tiny_model, tmp_path) as server:
-        monkeypatch.setenv("POSTTRAIN_TEACHER_KEY", server.key)
-        run = start("algorithm=opd", f"teacher.urls=[{server.url}]", *few)
-        await asyncio.to_thread(run.wait_for_step, 3)
-    assert await asyncio.to_thread(run.wait, 120) == 1
-    assert "teacher.retries=1" in run.text
-    assert run.gone_within(15)
-
-    async with sglang(tiny_model, tmp_path) as server:
-        monkeypatch.setenv("POSTTRAIN_TEACHER_KEY", server.key)
-        done = max(line["step"] for line in run.metrics())
-        line = [f"resume={run.folder}", f"teacher.urls=[{server.url}]", f"steps={done + 2}"]
-        again = start(*line)
-        assert await asyncio.to_thread(again.wait, 280) == 0, again.text
-    steps = [line["step"] for line in again.metrics() if "time/step" in line]
-    assert steps == list(range(1, done + 3))

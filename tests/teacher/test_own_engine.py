@@ -14,7 +14,7 @@ import pytest
 
 from app.cluster.placement_group import bundles
 from app.config.teacher import TeacherConfig
-from app.device import Device, device_of
+from app.device import device_of
 from app.errors import EngineLost, RunError
 from app.mode.plan.memory import plan_memory
 from app.mode.plan.remedies import remedies_of
@@ -22,7 +22,7 @@ from app.model.architecture import QWEN3_4B, QWEN35_9B, VISION_PARAMETERS
 from app.rollout.engine.pool import EnginePool
 from app.rollout.engine.remote import RemoteEngine
 from app.rollout.engine.server_args import engine_flags, teacher_flags
-from app.start.input_checks import devices, teacher
+from app.start.input_checks import teacher
 from app.start.inputs import CheckStage, RunInputs
 from app.teacher import Teacher
 from app.utils.units import GIB
@@ -142,19 +142,6 @@ def test_the_devices_of_the_teacher_are_a_bundle_of_their_own(overrides: list[st
     device = device_of(config.device.kind)
     assert [each[device.resource] for each in bundles(config, device)] == expected
     assert config.device_count == sum(expected)
-
-
-def test_too_few_devices_for_policy_and_teacher_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Device, "count", lambda _: 5)
-    monkeypatch.setattr(Device, "require", lambda _: None)
-    one, two = (
-        RunInputs(composed(*QWEN, "device=npu", "placement.devices=4", f"teacher.devices={each}"), CheckStage.start)
-        for each in (1, 2)
-    )
-    (found,) = devices(one)
-    assert "the run needs 5, 1 of them for the teacher" in found.message
-    with refused("placement.devices", 4, "needs 6, 2 of them for the teacher (teacher.devices)"):
-        list(devices(two))
 
 
 def test_the_plan_counts_weights_cache_and_logits_of_the_teacher() -> None:
