@@ -66,7 +66,12 @@ def outcome(module: nn.Module, shapes: list[tuple[int, ...]]) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out, [*inputs, *module.parameters()], upstream)]
 
 
-SHAPES = {"RMSNorm": [(1, 9, 32)], "RMSNormGated": [(36, 8), (36, 8)], "MLP": [(1, 9, 32)], "Attention": [(1, 9, 32)]}
+SHAPES: dict[str, list[tuple[int, ...]]] = {
+    "RMSNorm": [(1, 9, 32)],
+    "RMSNormGated": [(36, 8), (36, 8)],
+    "MLP": [(1, 9, 32)],
+    "Attention": [(1, 9, 32)],
+}
 
 
 def run(module: Any, inputs: list[Tensor]) -> Tensor:
