@@ -34,7 +34,7 @@ LARGER_CLASSES = {  # ceilings of those that are still larger
     "app.checkpoint.manager.CheckpointManager": 269,
     "app.placement.controller.PlacementController": 273,
     "app.tracking.recorder.RunFolderRecorder": 266,
-    "app.trainer.rank.TrainerRank": 286,
+    "app.trainer.rank.TrainerRank": 282,
     "app.trainer.step.TrainStep": 288,
 }
 

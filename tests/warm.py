@@ -121,11 +121,11 @@ def _become(request: dict, stdout: int, stderr: int, heavy: int) -> None:
 
 def main() -> None:
     """Import the application, wait for commands, and run one in each fork."""
+    from transformers import PreTrainedTokenizerFast  # noqa: F401
+
     import app.start.preflight  # noqa: F401
-    from app.model.hf_directory import general_tokenizer
     from tests.compose import composed
 
-    general_tokenizer()
     composed()  # Hydra's parsers learn their grammars
     gc.collect()
     gc.freeze()

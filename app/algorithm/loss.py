@@ -17,7 +17,7 @@ Invariants:
   another denominator is computed when N_rl is known, and multiplied by N_rl / N.
 - Denominators count the unmasked batch: the term of a masked token is zero, but the token is still counted.
 - Tensors over tokens have shape [N], tensors over sequences [S]. A sequence is never split across microbatches. The
-  sequences of a trajectory may be: each knows the tokens of the whole, which is counted once in every denominator.
+  sequences of a trajectory may be: each carries the token count of the trajectory, which every denominator counts once.
 
 Sources: DeepSeekMath (arXiv 2402.03300), DAPO (2503.14476), Dr. GRPO (2503.20783), GSPO (2507.18071), dual clip
 (1912.09729); those of the objectives are in objective.py. The mismatch between rollout and trainer is corrected by
@@ -189,9 +189,7 @@ def correction_weight(
 def binary_kl(one: Tensor, other: Tensor) -> Tensor:
     """Return the larger of the two KL divergences [N] between "this token or another one" under two policies.
 
-    Args:
-        one: Log-probabilities [N] of the tokens under one policy.
-        other: Those under the other policy.
+    `one` and `other` are the tokens' log-probabilities [N] under them.
     """
     one, other = one.clamp(max=-MIN_OTHERS), other.clamp(max=-MIN_OTHERS)
     difference, others = one - other, log_others(one) - log_others(other)
@@ -240,22 +238,18 @@ def sequence_mean(values: Tensor, batch: TokenBatch) -> Tensor:
     return totals / batch.lengths.clamp(min=1)
 
 
-def trajectory_share(batch: TokenBatch) -> Tensor:
-    """Share of each sequence [S] in the sampled tokens of its trajectory; 1 for a trajectory of one sequence."""
-    share = batch.lengths / batch.trajectory_tokens.clamp(min=1)
-    return torch.where(batch.trajectory_tokens > 0, share, 1.0)
-
-
 def _policy_sums(
     batch: TokenBatch, old: Tensor, ratio: Tensor, objective: Terms, config: AlgorithmConfig
 ) -> dict[str, Tensor]:
     """Policy movement from π_old and clip fractions."""
     advantage = batch.token_advantages
     log_ratio = batch.logprobs - old
+    # Of each sequence [S] in the sampled tokens of its trajectory; 1 for a trajectory of one sequence.
+    share = torch.where(batch.trajectory_tokens > 0, batch.lengths / batch.trajectory_tokens.clamp(min=1), 1.0)
     sums = {
         "entropy": batch.entropy.sum(),
         "ratio/mean": ratio.sum(),
-        "ratio/sequence_mean": (trajectory_share(batch) * bounded_exp(sequence_mean(log_ratio, batch))).sum(),
+        "ratio/sequence_mean": (share * bounded_exp(sequence_mean(log_ratio, batch))).sum(),
         "ratio/max": _maximum(ratio),
         "ratio/min": -_maximum(-ratio),
         "clip/low_fraction": objective.low.sum(),

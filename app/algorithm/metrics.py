@@ -62,7 +62,6 @@ TABLE: Mapping[str, Denominator] = {
     "mismatch/masked_fraction": Denominator.compared,  # tokens zeroed by the correction
 }
 
-
 EXTREMES = {Denominator.max: max, Denominator.min: min}
 
 

@@ -8,8 +8,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from app.config.device import DeviceKind
-from app.device.base import Device
-from app.device.linear_attention import KERNELS
+from app.device.base import FLA_KERNELS, Device
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -87,7 +86,7 @@ DEVICE = Device(
     head_chunk=2**27,
     activate_attention=activate_flash_attention,
     linear_attention="fla-core",
-    linear_kernels=KERNELS,
+    linear_kernels=FLA_KERNELS,
     toolkit=("nvidia-smi",),
     allocator_variables=("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"),
     memory_query=("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"),

@@ -5,8 +5,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from app.config.device import DeviceKind
-from app.device.base import Device, Elementwise
-from app.device.linear_attention import KERNELS
+from app.device.base import FLA_KERNELS, Device, Elementwise
 
 if TYPE_CHECKING:
     import torch
@@ -95,7 +94,7 @@ DEVICE = Device(
     visibility="ASCEND_RT_VISIBLE_DEVICES",
     attention_kernel=fusion_attention,
     linear_attention="fla-core",
-    linear_kernels=KERNELS,
+    linear_kernels=FLA_KERNELS,
     has_gather=False,
     engine_fraction=0.7,
     abort_backend=abort_backend,
@@ -137,7 +136,7 @@ DEVICE = Device(
     peak_tflops=353.9,
     memory_gb_per_s=1600.0,
     trainer_runtime_gib=2.0,
-    engine_runtime_gib=4.0,  # with the decode graphs, which no release frees (app/mode/doctor/ascend.py says why)
+    engine_runtime_gib=4.0,  # with the decode graphs, which no release frees (reason: app/mode/doctor/ascend.py)
     push_seconds_per_gb=0.19,
     # Beside CUDA's: three float32 matrices of a chunk's tokens by each other, and where a layer is not recomputed, less
     # than them: the convolution before its activation.

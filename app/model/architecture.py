@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from app.config.engine_flags import CONTEXT_FLAG
-from app.config.model import TINY_PRESETS, ModelConfig
+from app.config.model import ALL_LINEAR, TINY_PRESETS, LoraConfig, ModelConfig
 from app.config.rollout import RolloutConfig
 from app.errors import ConfigError, expect, one_line
 from app.utils.hub import cached_file
@@ -45,7 +45,6 @@ class LinearAttention:
 
     @property
     def value_channels(self) -> int:
-        """Width of all value heads together."""
         return self.value_heads * self.value_dim
 
     @property
@@ -106,7 +105,6 @@ class Architecture:
 
     @property
     def full_layer_parameters(self) -> int:
-        """Parameters of a layer with full attention."""
         head_norms = 2 * self.head_dim if self.head_norms else 0
         return _elements(self.full_attention) + head_norms + self._mlp_and_norms
 
@@ -137,7 +135,7 @@ class Architecture:
 
     @property
     def largest_tensor(self) -> int:
-        """Elements of the largest tensor."""
+        """In elements."""
         return max(self.vocabulary, self.ffn) * self.hidden
 
     def kv_bytes_per_token(self, item: int, tensor_parallel: int = 1) -> int:
@@ -157,6 +155,27 @@ class Architecture:
 
 def _elements(shapes: Shapes) -> int:
     return sum(math.prod(shape) for shape in shapes.values())
+
+
+def adapter_parameters(model: Architecture, lora: LoraConfig) -> int:
+    """Return the number of parameters of all adapters: rank · (in + out) of each adapted layer."""
+
+    def features(shapes: Shapes) -> int:
+        return sum(sum(shape) for name, shape in shapes.items() if lora.targets == [ALL_LINEAR] or name in lora.targets)
+
+    attention = model.full_layers * features(model.full_attention)
+    attention += (model.layers - model.full_layers) * features(model.linear_attention)
+    return lora.rank * (attention + model.layers * features(model.mlp))
+
+
+def trained_parameters(model: Architecture, lora: LoraConfig) -> int:
+    """Return the number of parameters that a run trains: those of the adapters, or without them all."""
+    return adapter_parameters(model, lora) if lora.enabled else model.parameters
+
+
+def layer_names(model: Architecture) -> set[str]:
+    """Return the names of the linear layers that can have adapters."""
+    return {*model.full_attention, *model.linear_attention, *model.mlp}
 
 
 VISION_PARAMETERS = 456_010_480  # of the Qwen3.5 tower
@@ -204,7 +223,7 @@ def checkpoint_config(model: ModelConfig) -> dict[str, Any] | None:
 
 
 def unknown_shapes(model: ModelConfig) -> str:
-    """Say why there is no memory estimate for a model."""
+    """Return why a model has no memory estimate."""
     config = checkpoint_config(model)
     if config is not None:
         return f"no estimate, model.path={model.path} is not a dense decoder of a known kind ({', '.join(DENSE)})"
@@ -234,11 +253,7 @@ def require_context(
 ) -> None:
     """Raise `ConfigError` if a prompt and its completion may be longer than the model's context.
 
-    Args:
-        rollout: Length limits, and SGLang's flags.
-        config: Content of the model's `config.json`; None: unknown.
-        model: Its path or hub id.
-        key: The setting that gives it.
+    `config` is the content of its `config.json`, None if unknown, and `key` the setting that names `model`.
     """
     flag = rollout.engine_args.get(CONTEXT_FLAG)
     limit = context_tokens(config or {}) if flag is None else int(flag)
@@ -259,7 +274,7 @@ def require_context(
 
 
 def context_tokens(config: dict[str, Any]) -> int | None:
-    """Return the context of a model as SGLang derives it from `config.json`; None if the file does not say."""
+    """Return the context of a model as SGLang derives it from `config.json`; None if the file has no such field."""
     text = config.get("text_config", config)
     positions = next((text[key] for key in CONTEXT_KEYS if text.get(key) is not None), None)
     if positions is None:
@@ -277,13 +292,14 @@ def from_config(config: dict[str, Any]) -> Architecture | None:
     if kind not in DENSE:
         return None
 
-    layers = text["num_hidden_layers"]
+    layers = full_layers = text["num_hidden_layers"]
     heads = text["num_attention_heads"]
     linear = None
-    full_layers = layers
     if "linear_num_value_heads" in text:
         linear = LinearAttention(*(text[f"linear_{key}"] for key in LINEAR_KEYS))
-        full_layers = _full_layers(text)
+        full_layers = layers // text.get("full_attention_interval", 4)
+        if kinds := text.get("layer_types"):
+            full_layers = kinds.count("full_attention")
 
     return Architecture(
         layers=layers,
@@ -299,10 +315,3 @@ def from_config(config: dict[str, Any]) -> Architecture | None:
         linear=linear,
         vision_parameters=VISION_PARAMETERS if "vision_config" in config else 0,
     )
-
-
-def _full_layers(text: dict[str, Any]) -> int:
-    kinds = text.get("layer_types")
-    if kinds:
-        return sum(kind == "full_attention" for kind in kinds)
-    return text["num_hidden_layers"] // text.get("full_attention_interval", 4)

@@ -89,7 +89,7 @@ def match(
         ignored: Regular expressions for further names that the checkpoint may have.
         tied: Model names that share the tensor of another one.
         key: The setting that names the checkpoint, for messages.
-        accepted: What it shall be.
+        accepted: A valid checkpoint in words, for messages.
 
     Raises:
         ConfigError: If tensors are missing, unexpected, or of another shape.

@@ -61,14 +61,9 @@ def local_folder(config: ModelConfig) -> Path | None:
 
 
 def load_tokenizer(path: Path, *, trust_remote_code: bool = False, chat_template: str | None = None) -> Any:
-    """Load the tokenizer of a model directory: what `tokenizer.json` says, which environments read, where there is one.
+    """Load the tokenizer of a model directory, with `chat_template` in place of the model's own.
 
-    Args:
-        trust_remote_code: Run code that ships with the model.
-        chat_template: Text of a template in place of the model's own.
-
-    Raises:
-        ConfigError: Its files cannot be read.
+    If there is a `tokenizer.json`, which environments read, it decides. Raises `ConfigError` if a file cannot be read.
     """
     own = {} if chat_template is None else {"chat_template": chat_template}
     try:
@@ -77,13 +72,18 @@ def load_tokenizer(path: Path, *, trust_remote_code: bool = False, chat_template
         if file is None or ships_code:
             loaded = transformers().AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, **own)
         else:
-            loaded = general_tokenizer().from_pretrained(path, **own)
+            # Unlike `AutoTokenizer`, this class does not import torch: seconds at every start, and 200 MB in every
+            # process that only needs a tokenizer.
+            from transformers import PreTrainedTokenizerFast
+
+            loaded = PreTrainedTokenizerFast.from_pretrained(path, **own)
         # transformers 5 adds tokens that tokenizer_config.json names, and a class that it names replaces the
         # pre-tokenizer (5.19: DeepSeek-R1-Distill-Llama, a LlamaTokenizerFast, loses all spaces).
         if file is not None and hasattr(loaded, "backend_tokenizer"):
             loaded._tokenizer = file.backend
         elif file is not None and loaded.encode(PROBE, add_special_tokens=False) != file.encode(PROBE):
             raise ValueError(f"its code encodes another way than {TOKENIZERS[0]}, which environments read")
+        # Else decoding removes spaces before punctuation, and a decoded completion differs from the sampled one.
         loaded.clean_up_tokenization_spaces = False
         if loaded.eos_token is None and (stops := stop_ids(path)):  # as the declared class has it, of GPT-2
             loaded.eos_token = loaded.convert_ids_to_tokens(stops[0])
@@ -200,13 +200,3 @@ def _names_class(file: Path) -> bool:
 
 def _brief(error: Exception) -> str:
     return one_line(error).rstrip(".")
-
-
-def general_tokenizer() -> Any:
-    """Return transformers' class for any `tokenizer.json`, which does not import torch, unlike `AutoTokenizer`.
-
-    Importing torch costs seconds at every start, and 200 MB in every process that only needs a tokenizer.
-    """
-    from transformers import PreTrainedTokenizerFast
-
-    return PreTrainedTokenizerFast

@@ -26,13 +26,7 @@ FILE_BYTES = 4 * 2**30  # largest safetensors file, unless a single tensor is la
 
 
 def export_adapter(adapters: dict[str, Tensor], config: dict[str, Any], out: Path) -> None:
-    """Write adapters as PEFT reads them.
-
-    Args:
-        adapters: By PEFT's names.
-        config: Content of `adapter_config.json`.
-        out: Directory to create.
-    """
+    """Write adapters, by PEFT's names, and the content of their `adapter_config.json` to a new directory."""
     from safetensors.torch import save_file
 
     out.mkdir()
@@ -78,18 +72,16 @@ def _all_tensors(
         written_dtype = tensor.dtype if not tensor.is_floating_point() else dtype or source.dtype(name)
         yield name, tensor.detach().to(device="cpu", dtype=written_dtype).contiguous()
 
-    for name in sorted(source.names - trained - _tied_head(source, trained)):
-        yield name, source.read(name)
-
-
-def _tied_head(source: Checkpoint, trained: set[str]) -> set[str]:
-    """Name of the stored copy of a tied head, which some checkpoints have: its values are untrained."""
+    # Some checkpoints store a copy of a tied head: its values are untrained.
     config = json.loads((source.path / "config.json").read_text(encoding="utf-8"))
     tied = config.get("tie_word_embeddings", config.get("text_config", {}).get("tie_word_embeddings", False))
-    return {name for name in source.names - trained if tied and name.endswith("lm_head.weight")}
+    for name in sorted(source.names - trained):
+        if not (tied and name.endswith("lm_head.weight")):
+            yield name, source.read(name)
 
 
 def _write(tensors: Iterable[tuple[str, Tensor]], folder: Path) -> None:
+    """Write files of up to `FILE_BYTES`, whose final names contain their number."""
     from safetensors.torch import save_file
 
     files: list[list[str]] = []
@@ -111,11 +103,6 @@ def _write(tensors: Iterable[tuple[str, Tensor]], folder: Path) -> None:
         total_bytes += tensor.nbytes
     flush()
 
-    _name_files(folder, files, total_bytes)
-
-
-def _name_files(folder: Path, files: list[list[str]], total_bytes: int) -> None:
-    """Give the written files their final names, which contain the number of files."""
     if len(files) == 1:
         (folder / "0.tmp").rename(folder / SINGLE)
         return
@@ -125,7 +112,6 @@ def _name_files(folder: Path, files: list[list[str]], total_bytes: int) -> None:
         file = f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
         (folder / f"{number}.tmp").rename(folder / file)
         weight_map |= dict.fromkeys(names, file)
-
     index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 

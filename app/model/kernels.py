@@ -1,7 +1,7 @@
-"""How a policy computes on its device: its own attention, the size of the LM head's chunks, compiled parts.
+"""Kernels of a policy on its device: its own attention, the size of the LM head's chunks, compiled parts.
 
-Compiled are the parts that eager torch computes in many passes over memory: the norms, the MLPs with their activation,
-and what the LM head computes from a chunk's logits. Each of them takes tensors only, so that packed sequences of any
+torch compiles the parts that it otherwise computes in many passes over memory: the norms, the MLPs with their
+activation, and the LM head's loss of a chunk's logits. Each of them takes tensors only, so that packed sequences of any
 lengths share one graph per shape of the model. FSDP2's hooks stay outside: they run around `forward`, which is what is
 compiled.
 
@@ -39,7 +39,7 @@ RECOMPILE_LIMIT = 64
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """How a policy computes."""
+    """Kernels and chunk sizes of a policy."""
 
     attention: VarlenKernel | None = None  # the device's own over packed sequences; None: torch's
     linear: LinearKernels | None = None  # the device's own of linear attention; None: transformers' reference

@@ -55,7 +55,7 @@ def token_logprobs(
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """How the logits [N, V] are cut into chunks."""
+    """Chunk sizes of the logits [N, V]."""
 
     tokens: int  # at most, of a chunk
     vocabulary: int
@@ -231,9 +231,9 @@ class _Sum:
     """A gradient as a sum of matrix products by rows.
 
     Args:
-        of: What it is the gradient of.
-        dtype: Dtype of the sum, whatever that of its terms' factors.
-        leaf: The same as a leaf, if the sum is to be added to its `grad`.
+        of: Tensor whose gradient this is.
+        dtype: Dtype of the sum; its factors may have another one.
+        leaf: `of`, if the sum is to be added to its `grad`.
     """
 
     def __init__(self, of: Tensor, dtype: torch.dtype, leaf: Tensor | None = None):

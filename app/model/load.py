@@ -33,11 +33,11 @@ from app.errors import ConfigError, expect, one_line
 from app.model.attention import PACKED, register_packed, working_kernels
 from app.model.hf_checkpoint import Checkpoint, match, open_checkpoint
 from app.model.kernels import CPU_KERNELS, Kernels
-from app.model.lora.layer import is_adapter
+from app.model.lora.layer import add_adapters, initialize, is_adapter, start_from
 from app.model.lora.names import adapter_tensors
-from app.model.lora.wrap import add_adapters, initialize, start_from
-from app.model.parallelize import own_rows, parallelize
+from app.model.parallelize import parallelize
 from app.model.policy import FLOAT32_PARAMETERS, PolicyModel
+from app.model.sharding import own_rows
 
 DROPOUT_FIELD = re.compile(r"dropout|pdrop|layerdrop|drop_rate")
 DROPOUT_MODULES = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -60,7 +60,6 @@ def load(
     """Load the policy of a model directory in training mode.
 
     Args:
-        path: A complete Hugging Face directory.
         mesh: Device mesh, sharding dimension last. Parameters become FSDP2 shards. None: a plain module.
         param_dtype: Dtype of the parameters. With adapters, those of the base have the compute dtype instead.
         compute_dtype: Dtype of the computation; gradients are reduced in float32. Requires a mesh.
@@ -82,7 +81,11 @@ def load(
     if lora is not None and adapted:
         _widen_decays(causal_lm)
         add_adapters(causal_lm, lora)
-    _checkpoint_activations(causal_lm, activation_checkpointing)
+    if activation_checkpointing is not Checkpointing.none:
+        causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
+    if activation_checkpointing is Checkpointing.some:
+        for layer in causal_lm.get_decoder().layers[1::2]:
+            layer.gradient_checkpointing = False
     owners = _owners(causal_lm)
     if kernels.linear is not None and torch.device(device).type != "cpu":
         tried = working_kernels(kernels.linear, causal_lm.get_decoder(), device, compute_dtype)
@@ -139,16 +142,6 @@ def _widen_decays(causal_lm: Any) -> None:
         for name, parameter in list(module.named_parameters(recurse=False)):
             if name in FLOAT32_PARAMETERS:
                 setattr(module, name, nn.Parameter(parameter.detach().float()))
-
-
-def _checkpoint_activations(causal_lm: Any, layers: Checkpointing) -> None:
-    if layers is Checkpointing.none:
-        return
-
-    causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
-    if layers is Checkpointing.some:
-        for layer in causal_lm.get_decoder().layers[1::2]:
-            layer.gradient_checkpointing = False
 
 
 def _disable_dropout(config: Any) -> None:

@@ -53,12 +53,12 @@ class Layout:
         taken = np.zeros(len(source), dtype=bool)
         taken[place] = True
 
-        most = np.argsort(-counts, kind="stable")
+        by_count = np.argsort(-counts, kind="stable")
         copies = []
         for copy in range(1, int(counts.max())):
-            having = most[: np.count_nonzero(counts > copy)]
+            having = by_count[: np.count_nonzero(counts > copy)]
             copies.append(_on(order[starts[having] + copy], device))
-        repeated = tokens[most[: np.count_nonzero(counts > 1)]]
+        repeated = tokens[by_count[: np.count_nonzero(counts > 1)]]
         return cls(_on(source, device), _on(place, device), _on(taken, device), _on(repeated, device), tuple(copies))
 
     def write(self, packed: Tensor) -> Tensor:

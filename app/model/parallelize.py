@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
 
 from app.errors import TrainerError
 from app.model.policy import FLOAT32_PARAMETERS, PolicyModel
@@ -25,8 +24,8 @@ def parallelize(policy: PolicyModel, mesh: DeviceMesh, compute_dtype: torch.dtyp
     """Shard the parameters of a policy in place. On one rank that computes in their dtype there is nothing to do.
 
     Args:
-        policy: The policy; its parameters may be on the meta device.
-        mesh: Device mesh. FSDP2 shards over its last dimension, and replicates over the first of two.
+        policy: May be on the meta device.
+        mesh: FSDP2 shards over its last dimension, and replicates over the first of two.
         compute_dtype: Dtype of the computation, except for the decays of linear attention. Gradients are reduced in
             float32.
     """
@@ -37,17 +36,6 @@ def parallelize(policy: PolicyModel, mesh: DeviceMesh, compute_dtype: torch.dtyp
     for layer in policy.layers:
         _shard_layer(layer, mesh, precision)
     fully_shard(policy, mesh=mesh, mp_policy=precision)
-
-
-def own_rows(parameter: DTensor) -> slice:
-    """Rows of this rank. FSDP2 splits dimension 0 into chunks of equal size; the last ones are shorter or empty."""
-    rows = parameter.shape[0]
-    for dimension, placement in enumerate(parameter.placements):
-        if isinstance(placement, Shard):
-            chunk = -(-rows // parameter.device_mesh.size(dimension))
-            start = min(parameter.device_mesh.get_local_rank(dimension) * chunk, rows)
-            return slice(start, min(start + chunk, rows))
-    return slice(0, rows)
 
 
 def _shard_layer(layer: nn.Module, mesh: DeviceMesh, precision: MixedPrecisionPolicy) -> None:
@@ -61,6 +49,7 @@ def _shard_layer(layer: nn.Module, mesh: DeviceMesh, precision: MixedPrecisionPo
         return
 
     fully_shard(_modules_without_float32(layer), mesh=mesh, mp_policy=precision)
+    # Without `cast_forward_inputs=False` FSDP2 would cast the hidden states of the whole layer to float32.
     exact = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32, cast_forward_inputs=False)
     fully_shard(layer, mesh=mesh, mp_policy=exact)
 

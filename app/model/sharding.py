@@ -1,7 +1,7 @@
 """A parameter that FSDP2 may have sharded: the whole tensor, or this rank's rows."""
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 
 def full_tensor(parameter: Tensor) -> Tensor:
@@ -12,3 +12,14 @@ def full_tensor(parameter: Tensor) -> Tensor:
 def local_shard(parameter: Tensor) -> Tensor:
     """Return this rank's rows of a sharded parameter, or a plain one as it is."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def own_rows(parameter: DTensor) -> slice:
+    """Rows of this rank. FSDP2 splits dimension 0 into chunks of equal size; the last ones are shorter or empty."""
+    rows = parameter.shape[0]
+    for dimension, placement in enumerate(parameter.placements):
+        if isinstance(placement, Shard):
+            chunk = -(-rows // parameter.device_mesh.size(dimension))
+            start = min(parameter.device_mesh.get_local_rank(dimension) * chunk, rows)
+            return slice(start, min(start + chunk, rows))
+    return slice(0, rows)

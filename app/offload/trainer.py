@@ -75,7 +75,10 @@ class Offload:
             return
         if self.moves:
             with self._logged("onloaded", region):
-                self._move_to_device(region)
+                copy = self._copies[region]
+                self._wait_for_free_memory(region, copy.bytes)
+                copy.copy_to_device(self._allocate)
+                self._synchronize()
         self.rank.offloaded.discard(region)
 
     def copy(self, tensor: Tensor) -> Tensor:
@@ -111,6 +114,7 @@ class Offload:
         self._synchronize()
         for storage in storages:
             self._free(storage)
+        # torch's allocator keeps freed blocks for itself; the engine needs them.
         if self._device_module is not None:
             self._device_module.empty_cache()
 
@@ -121,12 +125,6 @@ class Offload:
         free = getattr(module, "host_empty_cache", None) or getattr(torch.accelerator, "empty_host_cache", None)
         if module is not None and free is not None:
             free()
-
-    def _move_to_device(self, region: TrainerMemory) -> None:
-        copy = self._copies[region]
-        self._wait_for_free_memory(region, copy.bytes)
-        copy.copy_to_device(self._allocate)
-        self._synchronize()
 
     def _free(self, storage: torch.UntypedStorage) -> None:
         storage.resize_(0)
@@ -199,11 +197,7 @@ class HostCopy:
                 host.copy_(device, non_blocking=True)
 
     def copy_to_device(self, allocate: Callable[[torch.UntypedStorage, int], None]) -> None:
-        """Copy all storages back. Asynchronous: synchronize the device afterwards.
-
-        Args:
-            allocate: Gives a storage this many bytes again.
-        """
+        """Copy all storages back after `allocate` gave each its bytes. Asynchronous, as above."""
         for key, storage in self._storages.items():
             allocate(storage, self._sizes[key])
             for host, device in self._pair_chunks(key, _bytes_of(storage)):

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from app.config import RunConfig
-from app.model.architecture import Architecture
-from app.model.lora.count import trained_parameters
+from app.model.architecture import Architecture, trained_parameters
 
 CHECKPOINT_BYTES = 12  # per trained parameter: float32 master weight and Adam moments
 EXPORT_BYTES = 4  # per parameter, at most

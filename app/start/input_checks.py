@@ -18,10 +18,9 @@ from app.data import rows
 from app.data.build import check_template, conversation, rendering_warnings
 from app.data.counts import describe_rows
 from app.errors import ConfigError, expect, named
-from app.model.architecture import architecture_of, checkpoint_config, require_context, require_own_preset
+from app.model.architecture import architecture_of, checkpoint_config, layer_names, require_context, require_own_preset
 from app.model.hf_directory import identity, load_tokenizer, require_complete, require_window
 from app.model.lora.base_weights import check_targets, require_targets
-from app.model.lora.count import layer_names
 from app.reward.tryout import tokenizer_of, try_rewards
 from app.start.disk import free_bytes, plan_disk
 from app.start.environments import require_rendering

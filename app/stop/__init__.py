@@ -1,7 +1,7 @@
-"""When `stop.at_accuracy` and `stop.patience` end a run.
+"""Early stopping: `stop.at_accuracy` and `stop.patience`.
 
-Everything follows from the recorded evaluations: a resumed run decides as if it had never ended, and other settings of
-`stop` apply to its earlier evaluations, too.
+Only recorded evaluations count: a resumed run stops where an uninterrupted one would, and changed settings of `stop`
+apply to its earlier evaluations too.
 """
 
 from collections.abc import Mapping

@@ -30,7 +30,7 @@ from app.utils.tasks import gather_or_raise
 KEY = "POSTTRAIN_TEACHER_KEY"  # environment variable: the key of the servers
 RETRY_DELAY_S = 0.5  # before a request is sent again; doubled each time
 CHECK_TIMEOUT_S = 15.0
-# Texts whose tokens tell vocabularies apart.
+# Texts whose tokens differ between vocabularies.
 PROBES = ("How much is 12+34=?", "def f(x):\n    return x ** 2  # naïve", "Die Wörter 你好, мир и 🙂\t1,234.5")
 
 
@@ -65,8 +65,8 @@ class Teacher:
         self.config = config
         self._engine = EngineClient(pool) if pool is not None else None
         self._clients: dict[str, list[Client]] = {}  # by the source that they score
-        self._turns = itertools.count()
-        self._free = asyncio.Semaphore(config.max_requests)
+        self._requests = itertools.count()
+        self._slots = asyncio.Semaphore(config.max_requests)
 
     async def __aenter__(self) -> "Teacher":
         key = os.environ.get(KEY)
@@ -90,14 +90,13 @@ class Teacher:
 
     async def require_same_vocabulary(self, tokenizer: Any) -> None:
         """Raise `ConfigError` for a server that does not answer, refuses our key, or has other tokens."""
-        expected = _encoded(tokenizer)
         for client in itertools.chain.from_iterable(self._clients.values()):
             try:
                 body = {"model": "default", "prompt": list(PROBES), "add_special_tokens": False}
                 reply = await client.post("/tokenize", body, seconds=CHECK_TIMEOUT_S)
             except EngineError as error:
                 raise ConfigError("teacher.urls", client.url, "the address of a teacher", one_line(error)) from error
-            _require_same("teacher.urls", client.url, reply.get("tokens"), expected)
+            _require_same("teacher.urls", client.url, reply.get("tokens"), tokenizer)
 
     async def _trajectory(self, trajectory: Trajectory) -> Trajectory:
         prompt = trajectory.prompt
@@ -114,9 +113,9 @@ class Teacher:
             return np.zeros(0, dtype=np.float32)
 
         for attempt in itertools.count():
-            client = clients[next(self._turns) % len(clients)]
+            client = clients[next(self._requests) % len(clients)]
             try:
-                async with self._free:
+                async with self._slots:
                     reply = await client.post("/generate", _request(sequence), seconds=self.config.timeout_s)
                 return sampled_logprobs(reply, sequence)
             except (EngineError, ValueError) as error:
@@ -141,16 +140,12 @@ def require_teacher(config: TeacherConfig, tokenizer: Any) -> None:
 
 def require_same_tokens(path: str, teacher: Any, tokenizer: Any) -> None:
     """Raise `ConfigError` unless the tokenizer of `teacher.path` encodes text as that of the policy does."""
-    _require_same("teacher.path", path, _encoded(teacher), _encoded(tokenizer))
+    tokens = teacher(list(PROBES), add_special_tokens=False)["input_ids"]
+    _require_same("teacher.path", path, tokens, tokenizer)
 
 
-def _encoded(tokenizer: Any) -> list[list[int]]:
-    tokens: list[list[int]] = tokenizer(list(PROBES), add_special_tokens=False)["input_ids"]
-    return tokens
-
-
-def _require_same(key: str, value: str, tokens: object, expected: object) -> None:
-    if tokens != expected:
+def _require_same(key: str, value: str, tokens: object, tokenizer: Any) -> None:
+    if tokens != tokenizer(list(PROBES), add_special_tokens=False)["input_ids"]:
         why = "it encodes text into other tokens than model.path"
         raise ConfigError(key, value, "a model with the policy's tokenizer", why)
 

@@ -1,4 +1,4 @@
-"""Self-distillation: the policy, asked with the answer, scores what it sampled without it.
+"""Self-distillation: the policy, with the answer in its prompt, scores completions that it sampled without it.
 
 The run's own engines compute the log-probabilities, with the weights that they have when a completion is scored.
 """
@@ -58,7 +58,7 @@ class SelfTeacher:
 
 
 def require_self_teacher(prompts: Iterable[Prompt], config: RunConfig, tokenizer: Any) -> None:
-    """Raise `ConfigError` unless `teacher.prompt` can be asked in place of each of these prompts."""
+    """Raise `ConfigError` unless `teacher.prompt` can replace each of these prompts."""
     setting, limit = config.teacher.prompt, config.rollout.max_prompt_tokens
     longest = 0
     for prompt in prompts:

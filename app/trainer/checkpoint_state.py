@@ -91,14 +91,9 @@ class RankState:
         return copies * sum(local_shard(tensor).nbytes for tensor in self._parameters().values())
 
     def capture(self, copy: Callable[[Tensor], Tensor] | None = None) -> int:
-        """Copy this rank's share to host memory.
+        """Copy this rank's share to host memory. Returns the bytes copied.
 
-        Args:
-            copy: Copies a local tensor to host memory. Memory offload passes one that can read offloaded tensors.
-                None: `host_copy`.
-
-        Returns:
-            Bytes copied.
+        `copy` copies a local tensor; memory offload passes one that can read offloaded tensors. None: `host_copy`.
         """
         reshard(self.model)
         parameters = self._parameters()
@@ -114,11 +109,7 @@ class RankState:
         return sum(local_shard(tensor).nbytes for tensor in captured.values())
 
     def write(self, folder: Path) -> dict[str, int]:
-        """Write the captured state. Its files are on disk when this returns.
-
-        Returns:
-            CRC-32 of each file that this rank wrote, by name.
-        """
+        """Write the captured state to disk. Returns the CRC-32 of each file that this rank wrote, by name."""
         captured = self._captured
         self._captured = None
         if captured is None:
@@ -127,8 +118,9 @@ class RankState:
         # The state is in host memory: there is nothing to copy ahead.
         writer = dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)
         written = ChecksummedFiles()
+        # The writer makes a file system of its own, without checksums.
         writer.fs = written
-        with _explained(folder, "written"):
+        with _wrap_errors(folder, "written"):
             dcp.save(
                 captured,
                 storage_writer=writer,
@@ -163,7 +155,7 @@ class RankState:
         if random_key in saved:
             target[random_key] = torch.zeros(saved[random_key].size, dtype=torch.uint8)
 
-        with _explained(folder, "read"):
+        with _wrap_errors(folder, "read"):
             dcp.load(
                 target,
                 storage_reader=dcp.FileSystemReader(folder),
@@ -185,6 +177,7 @@ class RankState:
     def _on_host(self, tensor: Tensor, copy: Callable[[Tensor], Tensor]) -> Tensor:
         if not isinstance(tensor, DTensor):
             return copy(tensor)
+        # torch.distributed.checkpoint shards DTensors alone, and their mesh has to be of the host, as the copy is.
         return DTensor.from_local(
             copy(tensor.to_local()),
             self._host_mesh,
@@ -247,7 +240,7 @@ def read_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
 def _read(folder: Path, batch: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     # A single process reads on purpose.
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-    with _explained(folder, "read"):
+    with _wrap_errors(folder, "read"):
         dcp.load(batch, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
     yield from ((key.removeprefix(MODEL), tensor) for key, tensor in batch.items())
 
@@ -268,7 +261,7 @@ def _empty_slot(saved: Any, parameter: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def _explained(folder: Path, action: str) -> Iterator[None]:
+def _wrap_errors(folder: Path, action: str) -> Iterator[None]:
     """Raise the first rank's failure in one line. The stacks of all ranks go to this rank's log."""
     try:
         yield

@@ -1,4 +1,4 @@
-"""What a checkpoint copies to host memory: device tensors, and the state of the random number generators.
+"""Copies of a checkpoint in host memory: device tensors, and the state of the random number generators.
 
 A direct copy to pageable memory goes through the driver's own staging, at a fraction of the bus's bandwidth. Here, one
 pinned buffer is filled by the device while another one is emptied by the host.
@@ -41,11 +41,15 @@ class HostCopier:
         return copy
 
     def _copy(self, source: Tensor, out: Tensor) -> None:
-        """Copy bytes [n] from the device: part k + 1 is on its way while part k is taken from its buffer."""
+        """Copy bytes [n] from the device: it fills one buffer while the host empties the other."""
         if not self._buffers:
             self._buffers = [torch.empty(self._staging_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
 
-        on_its_way: tuple[Tensor, Tensor, Any] | None = None  # destination, buffer, event
+        def finish(event: Any, buffer: Tensor, destination: Tensor) -> None:
+            event.synchronize()
+            destination.copy_(buffer)
+
+        pending: tuple[Any, Tensor, Tensor] | None = None  # event, buffer, destination
         parts = zip(source.split(self._staging_bytes), out.split(self._staging_bytes), strict=True)
         for index, (part, destination) in enumerate(parts):
             buffer = self._buffers[index % 2][: part.numel()]
@@ -53,17 +57,11 @@ class HostCopier:
             event = torch.get_device_module(self._device).Event()
             event.record()
 
-            _take(on_its_way)
-            on_its_way = (destination, buffer, event)
-        _take(on_its_way)
-
-
-def _take(part: tuple[Tensor, Tensor, Any] | None) -> None:
-    """Wait for a part, and copy it out of its buffer."""
-    if part is not None:
-        destination, buffer, event = part
-        event.synchronize()
-        destination.copy_(buffer)
+            if pending is not None:
+                finish(*pending)
+            pending = event, buffer, destination
+        if pending is not None:
+            finish(*pending)
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Which rank computes which sequence in which pass, and the packed tensors of one microbatch.
+"""The plan of passes (sequences by pass and rank), and the packed tensors of one microbatch.
 
 A pass is one forward and backward that all ranks run together, each on a microbatch. Every rank plans for all ranks
 from the same samples, so the plans agree without communication. A microbatch holds up to `budget` tokens without
@@ -22,7 +22,7 @@ from app.algorithm.advantage import contributes_gradient
 from app.model.packing import Packing, to_device
 from app.types import ScoredGroup, TokenSequence
 
-TOKEN_BYTES = 4  # of a token in `Sample.lead`
+TOKEN_BYTES = 4  # of a token in `Sample.shared_prefix`
 QUADRATIC_TOKENS = 16384  # length at which attention costs as much as everything linear in length
 SampleKey = tuple[str, int, int]  # prompt id, member of its group, sequence of its trajectory
 
@@ -47,13 +47,13 @@ class Sample:
         return len(self.sequence.logprobs)
 
     @property
-    def lead(self) -> bytes:
-        """The tokens that another sequence with the same prompt can share: all before the prompt's last one."""
+    def shared_prefix(self) -> bytes:
+        """Tokens that other sequences of the same prompt can share: those before the prompt's last one."""
         return self.sequence.token_ids[: max(self.sequence.opening_tokens - 1, 0)].astype(np.int32).tobytes()
 
     @property
-    def first(self) -> bool:
-        """Whether it is the sequence with which its trajectory is counted."""
+    def is_primary(self) -> bool:
+        """Whether its trajectory is counted with it: the first sequence of a trajectory."""
         return self.key[2] == 0
 
 
@@ -74,7 +74,7 @@ class MicroBatch:
     rollout_logprobs: Tensor  # [N] float32
     versions: Tensor  # [N] int64, policy version that sampled the token; -1 of a demonstration
     keys: tuple[SampleKey, ...]  # S keys; empty for a dummy
-    trajectories: int  # of which the first sequence is here
+    trajectories: int  # trajectories that start in this microbatch
     teacher_logprobs: Tensor | None = None  # [N] float32; None without a teacher
 
     @property
@@ -101,19 +101,19 @@ def cost(tokens: int) -> float:
     return tokens + tokens * tokens / QUADRATIC_TOKENS
 
 
-def shared_tokens(leads: Sequence[bytes]) -> int:
-    """Tokens that sequences with these leads need not compute, because an earlier one of them does."""
-    return sum(map(len, leads)) // TOKEN_BYTES - sum(map(len, set(leads))) // TOKEN_BYTES
+def shared_tokens(prefixes: Sequence[bytes]) -> int:
+    """Count the tokens that sequences with these prefixes do not compute, since an earlier one of them does."""
+    return (sum(map(len, prefixes)) - sum(map(len, set(prefixes)))) // TOKEN_BYTES
 
 
 def plan_microbatches(
-    lengths: Sequence[int], leads: Sequence[bytes], *, ranks: int, budget: int
+    lengths: Sequence[int], prefixes: Sequence[bytes], *, ranks: int, budget: int
 ) -> list[list[list[int]]]:
     """Assign sequences to microbatches.
 
     Args:
         lengths: Tokens of each sequence.
-        leads: Of each sequence, see `Sample.lead`.
+        prefixes: `Sample.shared_prefix` of each sequence.
         ranks: Microbatches per pass.
         budget: Maximum tokens of a microbatch, shared ones counted in each sequence; a longer sequence gets its own.
 
@@ -124,7 +124,7 @@ def plan_microbatches(
         return []
 
     def cost_of(members: Sequence[int]) -> float:
-        return sum(cost(lengths[index]) for index in members) - shared_tokens([leads[index] for index in members])
+        return sum(cost(lengths[index]) for index in members) - shared_tokens([prefixes[index] for index in members])
 
     def plan(units: Sequence[Sequence[int]]) -> list[list[list[int]]]:
         bins = _fill_bins(units, lengths, cost_of, ranks=ranks, budget=budget)
@@ -140,17 +140,17 @@ def plan_microbatches(
         return sum(max(map(cost_of, by_rank)) for by_rank in passes)
 
     single = [[index] for index in range(len(lengths))]
-    return min(plan(single), plan(_units(lengths, leads, budget)), key=cost_of_plan)
+    return min(plan(single), plan(_units(lengths, prefixes, budget)), key=cost_of_plan)
 
 
-def _units(lengths: Sequence[int], leads: Sequence[bytes], budget: int) -> list[list[int]]:
-    """Sequences with the same lead, in units of at most `budget` tokens."""
+def _units(lengths: Sequence[int], prefixes: Sequence[bytes], budget: int) -> list[list[int]]:
+    """Group sequences with the same prefix, in units of at most `budget` tokens."""
     units: list[list[int]] = []
-    last: dict[bytes, list[int]] = {}  # unit of each lead that may have space
-    for index, lead in enumerate(leads):
-        unit = last.get(lead)
+    last: dict[bytes, list[int]] = {}  # unit of each prefix that may have space
+    for index, prefix in enumerate(prefixes):
+        unit = last.get(prefix)
         if unit is None or sum(lengths[member] for member in unit) + lengths[index] > budget:
-            unit = last[lead] = []
+            unit = last[prefix] = []
             units.append(unit)
         unit.append(index)
     return units
@@ -202,7 +202,7 @@ def count_ready(lengths: Sequence[int], *, ranks: int, budget: int) -> int:
 
 
 def pack(samples: Sequence[Sample], device: torch.device) -> MicroBatch:
-    """Pack samples end to end, each lead once. Without samples, return a dummy of two tokens and weight 0."""
+    """Pack samples end to end, each shared prefix once. Without samples, return a dummy of two tokens and weight 0."""
     if not samples:
         return _dummy(device)
 
@@ -217,8 +217,8 @@ def pack(samples: Sequence[Sample], device: torch.device) -> MicroBatch:
     scored = [sequence.teacher_logprobs for sequence in sequences if sequence.teacher_logprobs is not None]
     teacher = np.concatenate(scored) if len(scored) == len(sequences) else None
 
-    # Index in 0..T of each token of the sequences written out. A shared lead is that of its first sequence.
-    first = _first_places(samples, boundaries)
+    # Index in 0..T of each token of the expanded sequences. Of a shared prefix only the first copy is packed.
+    first = _first_occurrences(samples, boundaries)
     own = first == np.arange(len(first))
     packed = (own.cumsum() - 1)[first]
 
@@ -240,20 +240,20 @@ def pack(samples: Sequence[Sample], device: torch.device) -> MicroBatch:
         rollout_logprobs=tensor(np.concatenate([sequence.logprobs for sequence in sequences]), torch.float32),
         versions=tensor(np.concatenate([sequence.versions for sequence in sequences]), torch.int64),
         keys=tuple(sample.key for sample in samples),
-        trajectories=sum(sample.first for sample in samples),
+        trajectories=sum(sample.is_primary for sample in samples),
         teacher_logprobs=None if teacher is None else tensor(teacher, torch.float32),
     )
 
 
-def _first_places(samples: Sequence[Sample], boundaries: np.ndarray) -> np.ndarray:
-    """For each place [E] of the written-out samples: the place where its token stands first."""
-    places = np.arange(boundaries[-1])
+def _first_occurrences(samples: Sequence[Sample], boundaries: np.ndarray) -> np.ndarray:
+    """Map each position [E] of the expanded samples to the first copy of its token."""
+    positions = np.arange(boundaries[-1])
     starts: dict[bytes, int] = {}
     for sample, start in zip(samples, boundaries[:-1].tolist(), strict=True):
-        lead = sample.lead
-        size = len(lead) // TOKEN_BYTES
-        places[start : start + size] = np.arange(size) + starts.setdefault(lead, start)
-    return places
+        prefix = sample.shared_prefix
+        size = len(prefix) // TOKEN_BYTES
+        positions[start : start + size] = np.arange(size) + starts.setdefault(prefix, start)
+    return positions
 
 
 def _dummy(device: torch.device) -> MicroBatch:

@@ -51,9 +51,7 @@ def learning_rate(config: TrainerConfig, update: int, *, run_updates: int) -> fl
     The warm-up rises to `trainer.lr` · `trainer.lr_scale` in its last update. The decay starts there in the update
     after that, and would reach its floor one update after the last.
 
-    Args:
-        update: Index of the update, from 0.
-        run_updates: Updates of the whole run.
+    `update` counts from 0; the run has `run_updates`.
     """
     warmup = config.warmup_steps
     if update < warmup:
@@ -98,11 +96,7 @@ class PolicyOptimizer:
         return SLOTS[self.config.optimizer]
 
     def update(self, *, scale: float) -> UpdateResult:
-        """Scale the gradients, clip them and update the parameters, unless a gradient is not finite. A collective.
-
-        Args:
-            scale: Factor that turns the accumulated sums into the gradient of the loss.
-        """
+        """Scale the accumulated sums to the gradient of the loss, clip it and update, if it is finite. A collective."""
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         lr = self.lr()
 
@@ -153,13 +147,7 @@ class PolicyOptimizer:
     def restore(
         self, state: Mapping[torch.Tensor, Mapping[str, torch.Tensor]], *, updates: int, skipped_in_a_row: int
     ) -> None:
-        """Load a saved state.
-
-        Args:
-            state: Slot → value for each parameter that had been updated.
-            updates: Applied updates.
-            skipped_in_a_row: Most recent consecutive updates that were skipped.
-        """
+        """Load a saved state: slot → value for each parameter that had been updated."""
         param_groups = self.torch_optimizer.param_groups
         order = [parameter for param_group in param_groups for parameter in param_group["params"]]
         by_index = {index: dict(state[parameter]) for index, parameter in enumerate(order) if parameter in state}
@@ -199,4 +187,5 @@ def _make(parameters: list[torch.nn.Parameter], config: TrainerConfig, *, fused:
     ]
     if config.optimizer is Optimizer.sgd:
         return torch.optim.SGD(param_groups, lr=config.peak_lr)
+    # None, not False: with False torch would not use its foreach kernels either, and update tensor by tensor.
     return torch.optim.AdamW(param_groups, lr=config.peak_lr, betas=(config.beta1, config.beta2), fused=fused or None)

@@ -32,7 +32,6 @@ from app.config.trainer import TrainerConfig
 from app.device import device_of
 from app.device.torchvision_shim import define_operators
 from app.errors import TrainerError
-from app.trainer.profile import FOLDER, StepProfiler
 from app.types import MemoryUse, ScoredGroup, StepReport, TokenSequence, TrainerMemory
 from app.utils.child_environment import for_children, replace_environment
 from app.utils.net import listen
@@ -92,14 +91,6 @@ class RankSpec:
         )
 
 
-def _prepare_process(spec: RankSpec, rank: int) -> None:
-    """Set the log and the environment of a rank's process, before torch is imported."""
-    log_to(spec.logs / f"trainer_{rank}.log")
-    # Not as Ray's `env_vars`: Ray 2.60 starts such workers by `bash -c` and does not quote the interpreter, so that
-    # none starts where its path has a space ("worker startup repeatedly failed").
-    replace_environment({**for_children(os.environ), **spec.environment})
-
-
 class TrainerRank:
     """A trainer rank.
 
@@ -112,14 +103,16 @@ class TrainerRank:
     """
 
     def __init__(self, spec: RankSpec, rank: int):
-        _prepare_process(spec, rank)
+        log_to(spec.logs / f"trainer_{rank}.log")
+        # Not as Ray's `env_vars`: Ray 2.60 starts such workers by `bash -c` and does not quote the interpreter, so that
+        # none starts where its path has a space ("worker startup repeatedly failed"). Before torch is imported.
+        replace_environment({**for_children(os.environ), **spec.environment})
         self.spec = spec
         self.rank = rank
         self.device = device_of(spec.device)
         self.accelerator: Any = None  # torch's module of the device type, from `setup` on; None on a CPU
         self.extensions: dict[str, Any] = {}
         self.offloaded: set[TrainerMemory] = set()
-        self.profiler = StepProfiler(spec.profile_steps, spec.logs.parent / FOLDER, rank)
         self._rendezvous: socket.socket | None = None  # of rank 0
         self._port = 0  # of it, also once the store has taken the socket
 
@@ -136,29 +129,24 @@ class TrainerRank:
         return address, self._port
 
     def setup(self, address: str, port: int) -> None:
-        """Join the process group, load the model and make the step. A collective.
-
-        Args:
-            address: Address of rank 0.
-            port: Port of the rendezvous there.
-        """
+        """Join the process group at this address of rank 0, load the model and make the step. A collective."""
         gc.disable()  # before 4,000 modules are imported
-        self._seed()
         self._select_device()
         self._join_process_group(address, port)
         self._load_models()
         self._make_step()
-        disable_automatic_gc()
 
-    def _seed(self) -> None:
+        # Ranks collect at the same time in `begin_step` and between microbatches: no pause of one stalls the others.
+        gc.collect()
+        gc.freeze()  # exempts today's objects from later collections
+
+    def _select_device(self) -> None:
+        """Seed the random number generators and select this rank's device."""
         import torch
 
         random.seed(self.spec.seed)
         np.random.seed(self.spec.seed)
         torch.manual_seed(self.spec.seed)
-
-    def _select_device(self) -> None:
-        import torch
 
         torch.set_num_threads(self.spec.threads)
         if self.device.prepare_rank is not None:
@@ -171,7 +159,8 @@ class TrainerRank:
             self.accelerator.set_device(self.torch_device)
 
     def _device_index(self) -> int:
-        """Return this rank's index among the visible devices: Ray narrows visibility for some device kinds only."""
+        """Return this rank's index among the visible devices."""
+        # Ray narrows visibility for some device kinds only.
         assigned = [str(each) for each in ray.get_runtime_context().get_accelerator_ids().get(self.device.resource, [])]
         visible = [each for each in os.environ.get(self.device.visibility or "", "").split(",") if each]
         if not assigned:
@@ -182,7 +171,7 @@ class TrainerRank:
         import torch.distributed as dist
 
         backend = self.device.collective
-        if self.device.torch_type != "cpu":
+        if self.accelerator is not None:
             # Gloo, for collectives of host tensors.
             backend = f"cpu:gloo,{self.device.torch_type}:{backend}"
 
@@ -236,6 +225,7 @@ class TrainerRank:
         from app.trainer.checkpoint_state import RankState
         from app.trainer.optimizer import PolicyOptimizer
         from app.trainer.step import TrainStep
+        from app.trainer.throughput import StepProfiler
 
         spec = self.spec
         self.optimizer = PolicyOptimizer(
@@ -245,14 +235,14 @@ class TrainerRank:
         self.step = TrainStep(
             self.model, self.optimizer, spec.step_settings, self.torch_device, reference, self._peak_flops()
         )
-        self.state = RankState(self.model, self.optimizer, self.torch_device, timeout_s=self.spec.trainer.timeout_s)
+        self.state = RankState(self.model, self.optimizer, self.torch_device, timeout_s=spec.trainer.timeout_s)
+        self.profiler = StepProfiler(spec.profile_steps, spec.logs.parent / "profile", self.rank)
 
     def _peak_flops(self) -> float | None:
         """Return the peak FLOP/s of this rank's device; None if it is not known. Known peaks are those of bfloat16."""
         if self.accelerator is None or self.spec.dtype is not Dtype.bfloat16:
             return None
-        name = self.accelerator.get_device_name(self.torch_device)
-        peak = self.device.peak_tflops_of(name)
+        peak = self.device.peak_tflops_of(self.accelerator.get_device_name(self.torch_device))
         return None if peak is None else 1e12 * peak
 
     # --- the step
@@ -281,8 +271,9 @@ class TrainerRank:
         return self.step.finish()
 
     def abort_step(self) -> None:
-        """Discard the open step. Frees first what a failed pass holds: the reset gathers parameters again."""
+        """Discard the open step. Frees the memory of a failed pass first: the reset gathers parameters again."""
         self.profiler.abort()
+        # The error of a failed pass may hold its activations in a reference cycle.
         gc.collect()
         if self.accelerator is not None:
             self.accelerator.empty_cache()
@@ -327,10 +318,8 @@ class TrainerRank:
         if self.accelerator is not None:
             self.accelerator.synchronize(self.torch_device)
 
-    # --- preconditions
-
     def require_onloaded(self, call: str, *regions: TrainerMemory) -> None:
-        """Raise `TrainerError` if one of these regions is offloaded: reading it would return garbage."""
+        """Raise `TrainerError` if one of these regions is offloaded: its content would be garbage."""
         offloaded = [region.name for region in regions if region in self.offloaded]
         if offloaded:
             raise TrainerError(f"trainer rank {self.rank}: {call} while offloaded: {', '.join(offloaded)}")
@@ -338,8 +327,6 @@ class TrainerRank:
     def _require_closed(self, call: str) -> None:
         if self.step.open:
             raise TrainerError(f"{call} while a step is open: finish or abort it first")
-
-    # --- memory offload
 
     def offload(self, region: TrainerMemory) -> None:
         self.extensions[OFFLOAD].offload(region)
@@ -386,14 +373,3 @@ class TrainerRank:
     @runs_concurrently("status")
     def pid(self) -> int:
         return os.getpid()
-
-
-def disable_automatic_gc() -> None:
-    """Disable automatic GC.
-
-    `begin_step`, and `TrainStep` between microbatches, collect on all ranks at the same time, so that one rank's pause
-    cannot stall the others.
-    """
-    gc.collect()
-    gc.freeze()  # exempts today's objects from later collections
-    gc.disable()

@@ -11,10 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from app.algorithm.loss import LossSums
-from app.algorithm.metrics import TABLE, Denominator, merge
+from app.algorithm.metrics import EXTREMES, TABLE, Denominator, merge
 from app.trainer.microbatch import MicroBatch, Sample, SampleKey
-
-EXTREMES = (Denominator.max, Denominator.min)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,8 @@ linear, so dividing at the end is exact.
 """
 
 import gc
+import math
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -57,13 +59,13 @@ from app.trainer.microbatch import (
     shared_tokens,
 )
 from app.trainer.optimizer import PolicyOptimizer, UpdateResult, update_metrics
-from app.trainer.pass_gate import PassGate
 from app.trainer.reductions import RawSums, UnreadSums, all_gather_logprobs
-from app.trainer.throughput import Cost, ModelFlops, phase_timer, throughput_metrics
+from app.trainer.throughput import Cost, EventTimer, ModelFlops, throughput_metrics
 from app.types import ScoredGroup, StepReport, TokenSequence
+from app.utils.phase_timer import PhaseTimer
 from app.utils.process import trim_heap
 
-NO_FLOPS = Cost(0.0, 0.0, 0.0)
+HOLD_TIMEOUT_S = 60.0  # of a rank that was held, for the driver's second call
 COLLECT_PASSES = 16  # between collections of garbage
 TRIM_INTERVAL_S = 20.0  # between returns of the heap's free pages; at 1 s a pass of 2 s took a quarter longer
 
@@ -156,8 +158,7 @@ class TrainStep:
         """Add groups. With one update per step, compute the microbatches that are full; else wait for `finish`."""
         self._require_open("add_groups")
         algorithm = self.settings.algorithm
-        samples = make_samples(groups, mask_truncated=algorithm.mask_truncated)
-        self._pending += samples
+        self._pending += make_samples(groups, mask_truncated=algorithm.mask_truncated)
 
         if algorithm.updates_per_step == 1:
             lengths = [sample.tokens for sample in self._pending]
@@ -178,7 +179,7 @@ class TrainStep:
         samples = _demonstration_samples(sequences, first=0)
         own: dict[SampleKey, Tensor] = {}
         with torch.no_grad():
-            for micro in self._microbatches(samples, NO_FLOPS):
+            for micro in self._microbatches(samples, Cost(0.0, 0.0, 0.0)):
                 logprobs, _ = self._forward(self.model, micro, temperature=1.0)
                 own |= _by_sample(logprobs, micro)
 
@@ -222,7 +223,6 @@ class TrainStep:
         self._reset()
 
     def _reset(self) -> None:
-        """Clear the state of a step."""
         self._pending: list[Sample] = []
         self._demonstrations: list[Sample] = []
         self._old_logprobs: dict[SampleKey, Tensor] = {}  # [T] each
@@ -231,7 +231,7 @@ class TrainStep:
         self._totals = RawSums()  # all ranks, finished updates
         self._results: list[UpdateResult] = []  # one per update
         self._flops = 0.0  # all ranks
-        self._timer = phase_timer(self.device)
+        self._timer = PhaseTimer() if self.device.type == "cpu" else EventTimer(self.device)
         self._in_pass = False  # stays True if a pass raises
         self._memory = PassMemory(self.device)
         self.gate.reset()
@@ -241,12 +241,12 @@ class TrainStep:
     def _microbatches(self, samples: Sequence[Sample], cost: Cost) -> Iterator[MicroBatch]:
         """Yield this rank's microbatch of each pass. A pass lasts until the next one is requested."""
         lengths = [sample.tokens for sample in samples]
-        leads = [sample.lead for sample in samples]
-        passes = plan_microbatches(lengths, leads, ranks=self.ranks, budget=self.settings.tokens_per_microbatch)
+        prefixes = [sample.shared_prefix for sample in samples]
+        passes = plan_microbatches(lengths, prefixes, ranks=self.ranks, budget=self.settings.tokens_per_microbatch)
         for by_rank in passes:
             for members in by_rank:
                 sampled = sum(samples[index].sampled_tokens for index in members)
-                shared = shared_tokens([leads[index] for index in members])
+                shared = shared_tokens([prefixes[index] for index in members])
                 self._flops += cost.of([lengths[index] for index in members], sampled, shared)
 
             self.gate.enter()
@@ -268,7 +268,9 @@ class TrainStep:
         if not samples:
             return
         demonstrated = RawSums(demonstrated=sum(sample.sampled_tokens for sample in samples))
-        coefficient = _ce_coefficient(self._sums.all_reduce() + demonstrated, self.settings)
+        divisors = _denominators(self._sums.all_reduce() + demonstrated, self.settings)
+        weight = self.settings.algorithm.ce_coefficient * common_denominator(divisors)
+        coefficient = weight / max(divisors[Component.ce], 1.0)  # c · N / N_ce
         for micro in self._microbatches(samples, self.model_flops.step):
             with self._timer.phase("forward"):
                 logprobs, _ = self._forward(self.model, micro, temperature=1.0)
@@ -370,6 +372,56 @@ class TrainStep:
         }
 
 
+class PassGate:
+    """Ends a step before its next pass, after the same pass on every rank.
+
+        driver                               rank
+        `hold` on every rank          ──→    no further pass begins; returns how many have begun
+        `stop_after` their maximum    ──→    passes up to that one begin, the next one raises
+
+    A pass is full of collectives: a rank that left before a pass that another one has begun would leave it stuck there.
+    The ranks agree through the driver, so a pass costs no collective of its own. The thread of the step calls `enter`,
+    another one `hold` and `stop_after`.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the passes of the last step and whether it was ended."""
+        with self._changed:
+            self._begun = 0
+            self._limit: float | None = math.inf  # passes that may begin; None: held
+            self._updating = False
+
+    def enter(self, *, update: bool = False) -> None:
+        """Begin a pass or an update, after which the step goes on to its end. Raises `TrainerError` if it ends here."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._limit is not None, HOLD_TIMEOUT_S):
+                raise TrainerError(f"the driver did not end the held step within {HOLD_TIMEOUT_S:.0f} s")
+            if self._limit is not None and self._begun >= self._limit:
+                raise TrainerError(f"the step was ended after {self._begun} passes")
+            self._begun += 1
+            if update:
+                self._updating = True
+                self._limit = math.inf
+
+    def hold(self) -> int:
+        """Let no further pass begin, for now. Returns how many have begun."""
+        with self._changed:
+            if not self._updating:
+                self._limit = None
+            return self._begun
+
+    def stop_after(self, passes: int) -> None:
+        """End the step after this many passes."""
+        with self._changed:
+            if not self._updating:
+                self._limit = passes
+            self._changed.notify_all()
+
+
 class PassMemory:
     """Frees memory between the passes of a step.
 
@@ -413,12 +465,6 @@ def _denominators(totals: RawSums, settings: StepSettings) -> dict[Component, fl
         demonstrated=totals.demonstrated,
         max_completion_tokens=settings.max_completion_tokens,
     )
-
-
-def _ce_coefficient(totals: RawSums, settings: StepSettings) -> float:
-    """Return c · N / N_ce, with the common denominator N."""
-    divisors = _denominators(totals, settings)
-    return settings.algorithm.ce_coefficient * common_denominator(divisors) / max(divisors[Component.ce], 1.0)
 
 
 def _loss_metrics(totals: RawSums, settings: StepSettings) -> dict[str, float]:

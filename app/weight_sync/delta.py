@@ -19,8 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from app.model.parallelize import own_rows
-from app.model.sharding import local_shard
+from app.model.sharding import local_shard, own_rows
 from app.rollout.engine.sglang_plugin.delta_loader import GAPS, HEADER, MORE, VALUES, DeltaHeader, SparseTensorMeta
 from app.weight_sync.buckets import Bucket, ReadyBucket, Receivers, TensorMeta
 from app.weight_sync.gather import all_gather, gather_by_rank, gather_full

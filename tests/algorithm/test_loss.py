@@ -70,13 +70,8 @@ def test_sequence_level_loss_gradient_and_metrics_equal_gspo(aggregation: Aggreg
 
 
 @pytest.mark.parametrize("kind", [Kl.k2, Kl.k3])
-def test_each_kl_estimator_equals_its_formula_and_only_changes_the_loss_term(kind: Kl) -> None:
-    config = replace(GRPO, kl=kind, kl_coefficient=0.5)
-    case = random_case(3)
-    assert_matches_reference(case, config, Correction.none)
-    with_kl, without = update([case], config, Correction.none), update([case], GRPO, Correction.none)
-    assert with_kl.metrics["loss/policy"] == pytest.approx(without.loss, rel=1e-12)
-    assert with_kl.metrics["loss/kl"] == pytest.approx(with_kl.loss - without.loss, rel=1e-9)
+def test_each_kl_estimator_equals_its_formula(kind: Kl) -> None:
+    assert_matches_reference(random_case(3), replace(GRPO, kl=kind, kl_coefficient=0.5), Correction.none)
 
 
 def test_the_ratio_uses_rollout_logprobs_if_the_rollout_is_the_old_policy() -> None:
@@ -108,52 +103,6 @@ def test_gspo_with_a_token_level_correction_weights_the_gradient_of_each_token()
     assert update([case], config, Correction.tis).gradient == pytest.approx(expected, rel=1e-12)
 
 
-def test_dual_clip_bounds_the_loss_of_negative_advantages_only() -> None:
-    config = replace(GRPO, dual_clip=3.0, aggregation=Aggregation.seq_mean_token_sum)
-    token = reference_loss.Tokens([0.0], [-2.0], [-2.0], [0.0], [0.0], advantage=-1.0, unmasked=True)  # ratio e² ≈ 7.4
-    down = update([[token]], config, Correction.none)
-    assert (down.loss, down.gradient, down.metrics["clip/dual_fraction"]) == (3.0, [0.0], 1)
-    up = update([[replace(token, advantage=1.0)]], config, Correction.none)
-    assert (up.loss, up.gradient) == (-1.2, [0.0])  # the upper clip
-    assert update([[token]], GRPO, Correction.none).loss == pytest.approx(math.exp(2))
-
-
-# Identities
-
-
-def test_gspo_at_length_one_is_token_level() -> None:
-    case = random_case(8, lengths=(1,) * 12)
-    for correction in CORRECTIONS:
-        sequence = update([case], replace(NARROW, ratio=RatioLevel.sequence), correction)
-        token = update([case], NARROW, correction)
-        assert sequence.loss == pytest.approx(token.loss, rel=1e-12)
-        assert sequence.gradient == pytest.approx(token.gradient, rel=1e-12)
-
-
-def test_aggregations_agree_on_equal_lengths() -> None:
-    case = random_case(9, lengths=(LIMIT,) * 5)
-    results = {kind: update([case], replace(NARROW, aggregation=kind), Correction.tis) for kind in Aggregation}
-    mean = results[Aggregation.token_mean]
-    for kind in (Aggregation.seq_mean_token_mean, Aggregation.seq_mean_token_sum_norm):
-        assert results[kind].loss == pytest.approx(mean.loss, rel=1e-12)
-        assert results[kind].gradient == pytest.approx(mean.gradient, rel=1e-12)
-    summed = results[Aggregation.seq_mean_token_sum]
-    assert summed.gradient == pytest.approx([LIMIT * value for value in mean.gradient], rel=1e-12)
-
-
-@pytest.mark.parametrize("correction", CORRECTIONS)
-def test_corrections_vanish_if_rollout_and_trainer_agree(correction: Correction) -> None:
-    case = [replace(sequence, rollout=sequence.trainer_old) for sequence in random_case(10)]
-    corrected, plain = update([case], GRPO, correction), update([case], GRPO, Correction.none)
-    assert corrected == plain
-    assert corrected.metrics["mismatch/kl"] == corrected.metrics["mismatch/masked_fraction"] == 0
-    assert corrected.metrics["mismatch/max_ratio"] == 1
-    assert corrected.metrics["mismatch/effective_sample_size"] == pytest.approx(1, rel=1e-12)
-
-
-# Invariants
-
-
 @settings(max_examples=60)
 @given(
     seed=st.integers(0, 10_000),
@@ -174,27 +123,6 @@ def test_the_split_into_microbatches_changes_nothing(
     assert split.loss == pytest.approx(whole.loss, rel=1e-10, abs=1e-12)
     assert split.gradient == pytest.approx(whole.gradient, rel=1e-10, abs=1e-12)
     assert split.metrics == pytest.approx(whole.metrics, rel=1e-10, abs=1e-12)
-
-
-def test_masked_sequences_contribute_no_gradient_and_still_count() -> None:
-    config = replace(DAPO, kl=Kl.k3, kl_coefficient=0.1)
-    case = random_case(11, lengths=(3, 5), masked=0)
-    masked = [case[0], replace(case[1], unmasked=False)]
-    whole, half = update([case], config, Correction.none), update([masked], config, Correction.none)
-    assert half.gradient == [*whole.gradient[:3], *[0.0] * 5]
-    assert half.metrics["entropy"] == whole.metrics["entropy"]
-    assert half.metrics["ratio/max"] == whole.metrics["ratio/max"]
-
-
-def test_a_masking_correction_does_not_shrink_its_own_denominator() -> None:
-    config = replace(DAPO, icepop_low=0.9, icepop_high=1.1)
-    case = random_case(12, lengths=(4,), masked=0)
-    case = [replace(case[0], trainer_old=case[0].logprobs, rollout=[*case[0].logprobs[:3], case[0].logprobs[3] - 3])]
-    weights = reference_loss.corrections(case[0], config, Correction.icepop)
-    assert weights == [1, 1, 1, 0]
-    result = update([case], config, Correction.icepop)
-    assert result.gradient == pytest.approx([-case[0].advantage / 4 * weight for weight in weights], rel=1e-12)
-    assert result.metrics["mismatch/masked_fraction"] == 0.25
 
 
 def test_enormous_log_ratios_stay_finite() -> None:

@@ -76,16 +76,6 @@ def test_on_policy_every_objective_has_the_gradient_of_reinforce(objective: str)
     assert result.gradient == pytest.approx([-each.advantage / tokens for each in case for _ in each.logprobs])
 
 
-def test_without_a_lower_bound_a_small_ratio_keeps_its_weight() -> None:
-    case = random_case(3, spread=2.0, masked=0)
-    config = replace(MEAN, objective="cispo", clip_low=1.0, clip_high=4.0)
-    result = update([case], config, Correction.none)
-    values = [ratio for each in case for ratio in ratios(each, config)]
-    assert min(values) < 0.2
-    assert result.metrics["clip/low_fraction"] == 0
-    assert result.metrics["clip/high_fraction"] == sum(value > 5 for value in values) / len(values) > 0
-
-
 def test_the_clip_fractions_of_dppo_count_the_tokens_without_gradient() -> None:
     case = random_case(1, spread=1.0, masked=0)
     config = replace(MEAN, objective="dppo", old_policy=OldPolicy.rollout)

@@ -112,7 +112,7 @@ def of_device(device: str) -> dict[str, Any]:
         npu_interpreter.pretend()
         npu_interpreter.accept_a_cpus_tensors()
     if device != "loop":
-        from app.device.linear_attention import KERNELS as kernels  # noqa: N811
+        from app.device.base import FLA_KERNELS as kernels  # noqa: N811
     return {name: counted(kernels, number) for name, number in SEQUENCES.items()}
 
 

@@ -64,19 +64,15 @@ def test_the_fastest_kernels_that_equal_the_default_are_used(
     assert switch.active == used
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (12, 0)])
-def test_other_cards_keep_the_default(capability: tuple[int, int], installed: Callable[..., Switch]) -> None:
-    switch = installed(capability, FA4=1.0)
+@pytest.mark.parametrize("capability", [(8, 0), (12, 0), None], ids=["8", "12", "a torch without the switch"])
+def test_other_cards_and_an_older_torch_keep_the_default(
+    capability: tuple[int, int] | None, installed: Callable[..., Switch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    switch = installed(capability or (9, 0), FA4=1.0)
+    if capability is None:
+        monkeypatch.delattr(nn.attention, "activate_flash_attention_impl")
     assert activate_flash_attention(128) is None
     assert switch.active is None
-
-
-def test_a_torch_without_the_switch_keeps_the_default(
-    installed: Callable[..., Switch], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    installed(FA4=1.0)
-    monkeypatch.delattr(nn.attention, "activate_flash_attention_impl")
-    assert activate_flash_attention(128) is None
 
 
 @pytest.mark.cuda

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from app.device.linear_attention import KERNELS
+from app.device.base import FLA_KERNELS
 from app.model.packing import Packing
 from tests.model.linear_double import DOUBLE
 
@@ -96,12 +96,12 @@ def errors(dtype: torch.dtype, device: str) -> dict[str, list[float]]:
         return torch.randn(*shape, generator=generator).to(device, dtype).requires_grad_()
 
     channels = (random(1, tokens, CHANNELS), random(CHANNELS, KERNEL, dtype=torch.float32))
-    found = {"convolution": compared(KERNELS.convolve, DOUBLE.convolve, channels)}
+    found = {"convolution": compared(FLA_KERNELS.convolve, DOUBLE.convolve, channels)}
     for name, (keys, values, width) in HEADS.items():
         heads = [random(1, tokens, count, width) for count in (keys, keys, values)]
         decay = (-torch.rand(1, tokens, values, generator=generator)).to(device).requires_grad_()
         beta = torch.rand(1, tokens, values, generator=generator).to(device, dtype).requires_grad_()
-        found[name] = compared(KERNELS.delta_rule, DOUBLE.delta_rule, (*heads, decay, beta))
+        found[name] = compared(FLA_KERNELS.delta_rule, DOUBLE.delta_rule, (*heads, decay, beta))
     return found
 
 

@@ -1,5 +1,6 @@
 """Parameter counts match transformers; cache and state sizes match a hand calculation."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -7,21 +8,25 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
-from app.config.model import TINY_MODELS, TINY_PRESETS, ModelConfig
+from app.config.model import TINY_MODELS, TINY_PRESETS, LoraConfig, ModelConfig
 from app.config.rollout import RolloutConfig
 from app.device.torchvision_shim import transformers
 from app.model.architecture import (
     QWEN3_4B,
     QWEN35_9B,
+    adapter_parameters,
     architecture_of,
     context_tokens,
     from_config,
     require_context,
     require_own_preset,
+    trained_parameters,
 )
+from app.model.load import load
+from app.model.policy import named_trained_tensors
 from tests.bench.random_model import QWEN3_4B as QWEN3_4B_CONFIG
+from tests.model.support import save_qwen3, save_qwen35
 from tests.refusals import refused
-from tests.tiny_models.make import Recipe
 
 
 def test_known_models_have_the_parameters_of_transformers_and_those_published() -> None:
@@ -34,6 +39,7 @@ def test_known_models_have_the_parameters_of_transformers_and_those_published() 
     alone = from_config(text.to_dict())
     assert alone is not None
     assert (alone.parameters, alone.full_layers) == (QWEN35_9B.parameters, 8)
+    assert from_config({"model_type": "qwen3_moe"}) is None
     whole = {"text_config": text.to_dict(), "vision_config": {}, "tie_word_embeddings": False}
     assert from_config(whole) == QWEN35_9B  # with its vision tower
 
@@ -48,18 +54,32 @@ def parameters_on_meta(config: object) -> int:
         return sum(p.numel() for p in transformers().AutoModelForCausalLM.from_config(config).parameters())
 
 
-def test_only_every_fourth_layer_of_qwen35_has_a_kv_cache() -> None:
-    assert QWEN3_4B.kv_bytes_per_token(2) == 36 * 2 * 8 * 128 * 2 == 147_456
-    assert QWEN35_9B.kv_bytes_per_token(2) == 8 * 2 * 4 * 256 * 2 == 32_768
+def test_cache_and_state_of_a_request_match_a_hand_calculation() -> None:
+    """Every fourth layer of Qwen3.5 has a KV cache, the others a state."""
+    assert QWEN3_4B.kv_bytes_per_token(2) == 36 * 2 * 8 * 128 * 2
+    assert QWEN35_9B.kv_bytes_per_token(2) == 8 * 2 * 4 * 256 * 2
     assert QWEN35_9B.kv_bytes_per_token(2, tensor_parallel=8) == 8 * 2 * 1 * 256 * 2  # at least one head per rank
 
-
-def test_the_state_of_a_request_matches_a_hand_calculation() -> None:
     recurrent = 32 * 128 * 128 * 4  # value heads × key dim × value dim, float32
     convolution = (2 * 16 * 128 + 32 * 128) * 3 * 2  # channels × the last three inputs, bfloat16
-    assert QWEN35_9B.state_bytes_per_request(2) == 24 * (recurrent + convolution) == 51_511_296
-    assert QWEN35_9B.state_bytes_per_request(2, tensor_parallel=4) == 12_877_824
+    assert QWEN35_9B.state_bytes_per_request(2) == 24 * (recurrent + convolution)
+    assert QWEN35_9B.state_bytes_per_request(2, tensor_parallel=4) == 6 * (recurrent + convolution)
     assert QWEN3_4B.state_bytes_per_request(2) == 0
+
+
+@pytest.mark.parametrize("targets", [["all"], ["q_proj", "out_proj", "down_proj"]])
+@pytest.mark.parametrize("save", [save_qwen3, save_qwen35])
+def test_the_adapters_of_a_model_are_counted(save: Callable[[Path], Path], targets: list[str], tmp_path: Path) -> None:
+    path = save(tmp_path / "model")
+    if save is save_qwen3:
+        targets = [name for name in targets if name != "out_proj"]
+    lora = LoraConfig(rank=4, targets=targets)
+    shapes = from_config(json.loads((path / "config.json").read_text()))
+    assert shapes is not None
+    policy = load(path, mesh=None, device="cpu", lora=lora)
+    trained = sum(tensor.numel() for _, tensor in named_trained_tensors(policy))
+    assert adapter_parameters(shapes, lora) == trained_parameters(shapes, lora) == trained
+    assert trained_parameters(shapes, LoraConfig()) == shapes.parameters
 
 
 @pytest.mark.parametrize(
@@ -72,13 +92,6 @@ def test_a_tiny_model_has_the_parameters_of_its_file(name: str, parameters: int,
     tensors = load_file(TINY_MODELS / name / "model.safetensors").values()
     assert found.parameters == sum(each.size for each in tensors) == parameters
     assert (found.layers, found.full_layers) == layers
-
-
-def test_qwen35_with_an_odd_number_of_layers_is_counted(made_model: Callable[..., Path]) -> None:
-    model = made_model(Recipe(qwen35=True, layers=5), warmed_up=False)
-    found = architecture_of(ModelConfig(path=str(model)))
-    assert found is not None
-    assert (found.layers, found.full_layers) == (5, 2)
 
 
 def test_a_hub_model_in_the_cache_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_model: Path) -> None:
@@ -148,7 +161,3 @@ def test_lengths_beyond_the_context_are_refused_with_both_numbers() -> None:
         require_context(RolloutConfig(max_prompt_tokens=1024, max_completion_tokens=1025), fields, "m")
     with refused("rollout.max_prompt_tokens", 2048, "less than 2048"):
         require_context(RolloutConfig(max_prompt_tokens=2048, max_completion_tokens=1), fields, "m")
-
-
-def test_a_mixture_of_experts_is_not_counted_as_dense() -> None:
-    assert from_config({"model_type": "qwen3_moe"}) is None

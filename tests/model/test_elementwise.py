@@ -9,14 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from app.config.device import DeviceKind
 from app.config.model import LoraConfig
-from app.config.trainer import Checkpointing, Compile
-from app.device import device_of
+from app.config.trainer import Checkpointing
 from app.device.torchvision_shim import transformers
-from app.model.kernels import Kernels, fuse_elementwise, kernels_of
+from app.model.kernels import Kernels, fuse_elementwise
 from app.model.load import load
-from app.model.lora.layer import LoraLinear
 from app.model.policy import PolicyModel
 from tests.bench.kernel_counts import KernelCounts
 from tests.model.lora.support import move
@@ -24,6 +21,7 @@ from tests.model.support import SAVE, batch, relative, save_kind, save_qwen3, sa
 from tests.standin.elementwise_double import DOUBLE
 
 FUSED = Kernels(elementwise=DOUBLE)
+FAMILIES = {"qwen3": "Qwen3Config", "qwen2": "Qwen2Config", "llama": "LlamaConfig", "qwen3_5": "Qwen3_5TextConfig"}
 PARTS = ("Attention", "MLP", "RMSNorm", "RMSNormGated")
 OPERATORS = {
     "RMSNorm": ("npu_rms_norm",),
@@ -35,13 +33,11 @@ OPERATORS = {
 
 def config_of(family: str) -> Any:
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"head_dim": 8, "num_hidden_layers": 1, "vocab_size": 11}
     if family == "qwen3_5":
-        linear = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2}
-        return transformers().Qwen3_5TextConfig(
-            **sizes, head_dim=16, **linear, linear_num_value_heads=4, num_hidden_layers=4, vocab_size=11
-        )
-    kind = {"qwen3": "Qwen3Config", "qwen2": "Qwen2Config", "llama": "LlamaConfig"}[family]
-    return getattr(transformers(), kind)(**sizes, head_dim=8, num_hidden_layers=1, vocab_size=11)
+        sizes |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2}
+        sizes |= {"linear_num_value_heads": 4, "head_dim": 16, "num_hidden_layers": 4}
+    return getattr(transformers(), FAMILIES[family])(**sizes)
 
 
 def decoders(family: str) -> tuple[Any, Any]:
@@ -61,55 +57,49 @@ def parts(model: Any, name: str) -> list[Any]:
     return [module for module in model.modules() if type(module).__name__.endswith(name)]
 
 
-def outcome(module: nn.Module, run: Callable[[nn.Module, list[Tensor]], Tensor], shapes: list[tuple[int, ...]]) -> Any:
+def outcome(module: nn.Module, shapes: list[tuple[int, ...]]) -> list[Tensor]:
     """The output, and the gradients of inputs and parameters, for a random gradient of the output."""
     generator = torch.Generator().manual_seed(1)
     inputs = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
     out = run(module, inputs)
     upstream = torch.randn(out.shape, generator=generator)
-    wanted = [*inputs, *module.parameters()]
-    return [out.detach(), *torch.autograd.grad(out, wanted, upstream)]
+    return [out.detach(), *torch.autograd.grad(out, [*inputs, *module.parameters()], upstream)]
 
 
-def assert_equal(family: str, part: str, run: Callable[[Any, list[Tensor]], Tensor], *shapes: tuple[int, ...]) -> None:
+SHAPES: dict[str, list[tuple[int, ...]]] = {
+    "RMSNorm": [(1, 9, 32)],
+    "RMSNormGated": [(36, 8), (36, 8)],
+    "MLP": [(1, 9, 32)],
+    "Attention": [(1, 9, 32)],
+}
+
+
+def run(module: Any, inputs: list[Tensor]) -> Tensor:
+    """Call a part of a decoder; attention with angles of full heads, of Qwen3.5 of their first quarter."""
+    if not type(module).__name__.endswith("Attention"):
+        return module(*inputs)
+    width = 4 if "Qwen3_5" in type(module).__name__ else 8
+    angles = torch.randn(1, 9, width // 2, generator=torch.Generator().manual_seed(2)).repeat(1, 1, 2)
+    mask = torch.full((9, 9), -torch.inf).triu(1)[None, None]
+    return module(*inputs, position_embeddings=(angles.cos(), angles.sin()), attention_mask=mask)[0]
+
+
+@pytest.mark.parametrize(
+    ("family", "part"),
+    [(family, part) for family in FAMILIES for part in ("RMSNorm", "MLP", "Attention")] + [("qwen3_5", "RMSNormGated")],
+)
+def test_a_part_with_fused_operators_equals_the_module(family: str, part: str) -> None:
     """The last such part of a decoder; of norms, that of the hidden states."""
     model, fused = decoders(family)
     theirs, ours = parts(model, part)[-1], parts(fused, part)[-1]
     with KernelCounts() as before:
-        expected = outcome(theirs, run, [*shapes])
+        expected = outcome(theirs, SHAPES[part])
     with KernelCounts() as after:
-        found = outcome(ours, run, [*shapes])
+        found = outcome(ours, SHAPES[part])
     assert not any(name.startswith("npu_") for name in before.names)
     assert {f"{operator}{suffix}" for operator in OPERATORS[part] for suffix in ("", "_backward")} <= set(after.names)
     for one, other in zip(found, expected, strict=True):
         assert relative(one, other) < 1e-6
-
-
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_5", "qwen2", "llama"])
-def test_a_fused_norm_equals_the_module(family: str) -> None:
-    assert_equal(family, "RMSNorm", lambda norm, given: norm(*given), (1, 9, 32))
-
-
-def test_a_fused_gated_norm_equals_the_module() -> None:
-    assert_equal("qwen3_5", "RMSNormGated", lambda norm, given: norm(*given), (36, 8), (36, 8))
-
-
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_5", "qwen2", "llama"])
-def test_a_fused_mlp_equals_the_module(family: str) -> None:
-    assert_equal(family, "MLP", lambda mlp, given: mlp(*given), (1, 9, 32))
-
-
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_5", "qwen2", "llama"])
-def test_attention_with_a_fused_rotary_embedding_equals_the_module(family: str) -> None:
-    """Full heads, and the first quarter of Qwen3.5's."""
-    width = 4 if family == "qwen3_5" else 8
-    angles = torch.randn(1, 9, width // 2, generator=torch.Generator().manual_seed(2)).repeat(1, 1, 2)
-    mask = torch.full((9, 9), -torch.inf).triu(1)[None, None]
-
-    def run(attention: Any, given: list[Tensor]) -> Tensor:
-        return attention(*given, position_embeddings=(angles.cos(), angles.sin()), attention_mask=mask)[0]
-
-    assert_equal(family, "Attention", run, (1, 9, 32))
 
 
 def gradients(policy: PolicyModel) -> dict[str, Tensor]:
@@ -143,17 +133,6 @@ def test_a_fused_policy_equals_the_policy(save: Callable[..., Path], rank: int, 
     assert (differences < 1e-4 * norms).all()
 
 
-def test_the_projections_of_a_fused_mlp_run_their_adapters(tmp_path: Path) -> None:
-    policy = load(SAVE["tied"](tmp_path), mesh=None, device="cpu", kernels=FUSED, lora=LoraConfig(rank=4))
-    calls: list[str] = []
-    mlp: Any = policy.layers[0].mlp
-    for name, module in mlp.named_modules():
-        if isinstance(module, LoraLinear):
-            module.register_forward_hook(lambda *_, name=name: calls.append(name))
-    gradients(policy)
-    assert calls == ["gate_proj", "up_proj", "down_proj"]
-
-
 def replaced(model: nn.Module) -> set[str]:
     return {
         type(module).__name__
@@ -173,30 +152,16 @@ def test_only_a_policy_with_fused_operators_has_them(tmp_path: Path) -> None:
     assert torch.equal(gradients(reference)["logprobs"], before)
 
 
-@pytest.mark.parametrize("family", ["Mistral", "Phi3"])
-def test_modules_of_other_families_stay(family: str, tmp_path: Path) -> None:
-    policy = load(save_kind(family, tmp_path), mesh=None, device="cpu", kernels=FUSED)
-    assert replaced(policy) == set()
-
-
-def test_an_mlp_of_another_activation_stays(tmp_path: Path) -> None:
-    policy = load(save_kind("Llama", tmp_path, hidden_act="gelu"), mesh=None, device="cpu", kernels=FUSED)
-    assert replaced(policy) == {"LlamaRMSNorm", "LlamaAttention"}
-
-
 @pytest.mark.parametrize(
-    ("kind", "setting", "fused"),
+    ("family", "settings", "fused"),
     [
-        (DeviceKind.npu, Compile.auto, True),
-        (DeviceKind.npu, Compile.off, True),
-        (DeviceKind.npu, Compile.on, False),  # norms and MLPs are compiled, and nothing is fused
-        (DeviceKind.cuda, Compile.off, False),
-        (DeviceKind.cpu, Compile.auto, False),
+        ("Mistral", {}, set()),
+        ("Phi3", {}, set()),
+        ("Llama", {"hidden_act": "gelu"}, {"LlamaRMSNorm", "LlamaAttention"}),
     ],
 )
-def test_fused_operators_are_the_npus_where_nothing_is_compiled(
-    kind: DeviceKind, setting: Compile, fused: bool
+def test_modules_of_other_families_and_activations_stay(
+    family: str, settings: dict[str, str], fused: set[str], tmp_path: Path
 ) -> None:
-    kernels = kernels_of(device_of(kind), setting)
-    assert (kernels.elementwise is not None) == fused
-    assert not (fused and kernels.compiled)
+    policy = load(save_kind(family, tmp_path, **settings), mesh=None, device="cpu", kernels=FUSED)
+    assert replaced(policy) == fused

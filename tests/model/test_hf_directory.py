@@ -21,29 +21,22 @@ OLD = "a" * 40
 NEW = "b" * 40
 
 
-def test_a_local_directory_is_returned_unchanged(tmp_path: Path) -> None:
-    path = save_qwen3(tmp_path / "qwen3")
-    assert locate(ModelConfig(path=str(path))) == path
+def test_an_incomplete_directory_is_refused_before_an_engine_starts(tmp_path: Path) -> None:
+    def broken(name: str, content: str | None) -> Path:
+        path = save_qwen3(tmp_path / str(len(list(tmp_path.iterdir()))))
+        assert locate(ModelConfig(path=str(path))) == path
+        (path / name).unlink() if content is None else (path / name).write_text(content)
+        return path
 
-
-@pytest.mark.parametrize(
-    ("removed", "message"),
-    [("config.json", "no config.json"), ("tokenizer.json", "with a tokenizer"), ("model.safetensors", "has none")],
-)
-def test_an_incomplete_directory_is_refused(removed: str, message: str, tmp_path: Path) -> None:
-    path = save_qwen3(tmp_path / "qwen3")
-    (path / removed).unlink()
-    with refused("model.path", path, message):
-        locate(ModelConfig(path=str(path)))
-
-
-def test_a_directory_whose_config_names_no_class_is_rejected_before_an_engine_starts(tmp_path: Path) -> None:
-    path = save_qwen3(tmp_path / "qwen3")
-    config = json.loads((path / "config.json").read_text())
-    del config["architectures"]
-    (path / "config.json").write_text(json.dumps(config))
-    with refused("model.path", path, "architectures"):
-        locate(ModelConfig(path=str(path)))
+    for name, content in (
+        ("config.json", None),
+        ("tokenizer.json", None),
+        ("model.safetensors", None),
+        ("config.json", "{}"),  # names no class
+    ):
+        path = broken(name, content)
+        with refused("model.path", path):
+            locate(ModelConfig(path=str(path)))
     assert "architectures" in problems(composed("model=hf", f"model.path={path}", "data=arithmetic"))["model"]
 
 
@@ -72,16 +65,16 @@ def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return repository / "snapshots"
 
 
-@pytest.mark.parametrize(("revision", "commit"), [(None, NEW), ("main", NEW), ("v1", OLD), (OLD, OLD)])
-def test_a_hub_model_is_that_of_its_revision(revision: str | None, commit: str, hub_cache: Path) -> None:
-    path = locate(ModelConfig(path="owner/name", revision=revision))
+@pytest.mark.parametrize(("revision", "commit"), [(None, NEW), ("main", NEW), ("v1", OLD), (OLD, OLD), ("v2", None)])
+def test_a_hub_model_is_that_of_its_revision(revision: str | None, commit: str | None, hub_cache: Path) -> None:
+    config = ModelConfig(path="owner/name", revision=revision)
+    if commit is None:
+        with refused("model.path", "owner/name with model.revision=v2"):
+            locate(config)
+        return
+    path = locate(config)
     assert path == hub_cache / commit
     assert identity(path, LoraConfig())["source"].endswith(f"/snapshots/{commit}")  # what a checkpoint records
-
-
-def test_an_unknown_revision_is_named(hub_cache: Path) -> None:
-    with refused("model.path", "owner/name with model.revision=v2"):
-        locate(ModelConfig(path="owner/name", revision="v2"))
 
 
 def test_a_local_directory_has_no_revision(tmp_path: Path) -> None:

@@ -24,17 +24,21 @@ EAGER, COMPILED = Kernels(), Kernels(compiled=True)
 
 
 @pytest.mark.parametrize(
-    ("kind", "setting", "compiled"),
+    ("kind", "setting", "compiled", "fused"),
     [
-        (DeviceKind.cpu, Compile.auto, False),
-        (DeviceKind.cpu, Compile.on, True),
-        (DeviceKind.cuda, Compile.auto, True),
-        (DeviceKind.cuda, Compile.off, False),
-        (DeviceKind.npu, Compile.auto, False),
+        (DeviceKind.cpu, Compile.auto, False, False),
+        (DeviceKind.cpu, Compile.on, True, False),
+        (DeviceKind.cuda, Compile.auto, True, False),
+        (DeviceKind.cuda, Compile.off, False, False),
+        (DeviceKind.npu, Compile.auto, False, True),
+        (DeviceKind.npu, Compile.on, True, False),
     ],
 )
-def test_auto_compiles_on_cuda_only(kind: DeviceKind, setting: Compile, compiled: bool) -> None:
-    assert kernels_of(device_of(kind), setting).compiled == compiled
+def test_auto_compiles_on_cuda_only_and_npus_fuse_where_nothing_is_compiled(
+    kind: DeviceKind, setting: Compile, compiled: bool, fused: bool
+) -> None:
+    kernels = kernels_of(device_of(kind), setting)
+    assert (kernels.compiled, kernels.elementwise is not None) == (compiled, fused)
 
 
 def test_chunks_of_the_head_are_larger_where_a_device_has_room() -> None:

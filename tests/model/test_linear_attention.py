@@ -23,7 +23,7 @@ from app.model.load import load
 from tests.folders import ROOT
 from tests.model import linear_double
 from tests.model.linear_double import DOUBLE
-from tests.model.support import Batch, batch, reference, relative, save_qwen3, save_qwen35, siblings, weights
+from tests.model.support import Batch, batch, reference, relative, save_qwen35, siblings, weights
 
 REQUIREMENTS = ROOT / "launch" / "requirements" / "npu.txt"
 # The operators of fla that a layer calls.
@@ -88,20 +88,6 @@ def test_kernels_get_the_packed_tokens_and_give_the_gradients_of_each_sequence_a
         assert relative(parameter.grad, theirs[name].grad) < 5e-5, name  # theirs are of a chunked rule in float32
 
 
-def test_kernels_get_keys_that_are_not_repeated_to_the_heads_of_the_values(tmp_path: Path) -> None:
-    heads = []
-
-    def delta_rule(query: Tensor, key: Tensor, value: Tensor, *others: Tensor) -> Tensor:
-        heads.append((query.shape[2], key.shape[2], value.shape[2]))
-        return linear_double.delta_rule(query, key, value, *others)
-
-    policy = load(
-        save_qwen35(tmp_path), mesh=None, device="cpu", kernels=Kernels(linear=LinearKernels(None, delta_rule))
-    )
-    policy(**batch(101).inputs, temperature=1.0)
-    assert heads == [(2, 2, 4)] * 3
-
-
 class Wrong(torch.autograd.Function):
     """The identity, whose gradient is that of twice its input."""
 
@@ -152,13 +138,6 @@ def test_a_kernel_that_fails_or_differs_costs_its_operator_alone(
     assert working_kernels(kernels, decoder, "cpu", torch.bfloat16) == kept
     warned = [record for record in caplog.records if record.levelname == "WARNING"]
     assert len(warned) == [kept.convolve, kept.delta_rule].count(None)
-
-
-def test_a_decoder_without_linear_attention_tries_no_kernel(tmp_path: Path) -> None:
-    decoder = load(save_qwen3(tmp_path), mesh=None, device="cpu").causal_lm.get_decoder()
-    assert working_kernels(LinearKernels(refuse, refuse), decoder, "cpu", torch.bfloat16) == LinearKernels(
-        refuse, refuse
-    )
 
 
 @pytest.fixture

@@ -10,11 +10,7 @@ from safetensors.torch import load_file, save_file
 from app.device.torchvision_shim import transformers
 from app.model.load import _disable_dropout, load
 from app.model.policy import named_checkpoint_tensors
-from tests.model.support import (
-    batch,
-    save_kind,
-    save_qwen3,
-)
+from tests.model.support import batch, save_kind, save_qwen3
 from tests.refusals import refused
 
 

@@ -9,7 +9,7 @@ import torch
 from app.config.trainer import Checkpointing
 from app.model.load import load
 from app.model.policy import PolicyModel
-from tests.model.support import SAVE, batch, pack, reference, relative, weights
+from tests.model.support import SAVE, batch, reference, relative, weights
 
 TEMPERATURE = 0.7
 
@@ -59,32 +59,6 @@ def test_checkpointing_recomputes_none_every_other_or_all_layers(
     assert len(policy.layers) == 3
     assert len(calls) == 3 + recomputed
     assert set(calls[3:]) == set([0, 2] if recomputed == 2 else range(recomputed))
-
-
-def test_no_token_attends_to_another_sequence(path: Path) -> None:
-    packed = batch(101)
-    policy = plain(path)
-    before, _ = policy(**packed.inputs, temperature=1.0)
-    sequences = [sequence.clone() for sequence in packed.sequences]
-    sequences[1] = torch.flip(sequences[1], [0])
-    after, _ = policy(**pack(sequences).inputs, temperature=1.0)
-    first = len(sequences[0]) - 2
-    changed = slice(first, first + len(sequences[1]) - 2)
-    same = torch.ones(len(before), dtype=torch.bool)
-    same[changed] = False
-    assert torch.equal(before[same], after[same])
-    assert (before[changed] - after[changed]).abs().max() > 0.1
-
-
-def test_no_token_attends_to_later_tokens(path: Path) -> None:
-    packed = batch(101)
-    policy = plain(path)
-    before, _ = policy(**packed.inputs, temperature=1.0)
-    sequences = [sequence.clone() for sequence in packed.sequences]
-    sequences[1][-1] = 4 + (sequences[1][-1] - 3) % 97  # another last token
-    after, _ = policy(**pack(sequences).inputs, temperature=1.0)
-    different = (before != after).nonzero().flatten().tolist()
-    assert different == [len(sequences[0]) - 2 + len(sequences[1]) - 3]
 
 
 def test_a_pass_without_completion_tokens_has_zero_gradients(path: Path) -> None:

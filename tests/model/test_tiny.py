@@ -14,12 +14,10 @@ from app.config.model import TINY_MODELS, TINY_PRESETS, ModelConfig
 from app.data.generators import arithmetic
 from app.device.torchvision_shim import transformers
 from app.model.hf_directory import load_tokenizer, locate
-from tests.compose import composed
 from tests.tiny_models import sums
 from tests.tiny_models.make import RECIPES
 
 MIB = 2**20
-TOLERANCE = 0.2  # of the accuracy after a warm-up elsewhere, which ends anywhere in its band
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -75,40 +73,13 @@ def test_greedy_accuracy_on_the_held_out_problems_is_within_the_band(name: str) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "seed"), [("tiny", 0), ("tiny", 3), ("tiny_qwen35", 0)])
-def test_made_again_or_with_another_seed_it_starts_as_well(
-    name: str, seed: int, made_model: Callable[..., Path]
-) -> None:
-    accuracy = greedy_accuracy(made_model(RECIPES[name], seed=seed))
-    assert accuracy == pytest.approx(greedy_accuracy(TINY_MODELS / name), abs=TOLERANCE)
-
-
-def test_every_seed_starts_from_the_same_model() -> None:
-    for preset, name in TINY_PRESETS.items():
-        found = {locate(composed(f"model={preset}", f"seed={seed}").model) for seed in (0, 7)}
-        assert found == {TINY_MODELS / name}
+@pytest.mark.parametrize(("name", "seed"), [("tiny", 0), ("tiny", 3), ("tiny_qwen35", 0), ("tiny_tools", 0)])
+def test_it_can_be_made_again_and_with_another_seed(name: str, seed: int, made_model: Callable[..., Path]) -> None:
+    """A warm-up that ends outside of its band raises."""
+    made_model(RECIPES[name], seed=seed)
 
 
 def test_its_name_is_no_folder_of_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tiny").mkdir()
     monkeypatch.chdir(tmp_path)
     assert locate(ModelConfig(path="tiny")) == TINY_MODELS / "tiny"
-
-
-def test_the_tokenizer_is_one_token_per_character_and_round_trips(tiny_model: Path) -> None:
-    tokenizer = load_tokenizer(tiny_model)
-    text = 'Natalia sold 48/2 = 24 clips,\nthat is "half"; {x}~ <b>\\boxed{72}</b>  #### 72'
-    ids = tokenizer(text)["input_ids"]
-    assert len(ids) == len(text)
-    assert tokenizer.decode(ids) == text
-    assert tokenizer("é→")["input_ids"] == [tokenizer.unk_token_id] * 2
-    assert len(tokenizer) == 100
-
-
-def test_the_chat_template_uses_the_markers_of_qwen(tiny_model: Path) -> None:
-    tokenizer = load_tokenizer(tiny_model)
-    messages = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+2="}]
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert text == "<|im_start|>system\nAdd.<|im_end|>\n<|im_start|>user\n1+2=<|im_end|>\n<|im_start|>assistant\n"
-    assert tokenizer(text)["input_ids"].count(tokenizer.eos_token_id) == 2
-    assert tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True).startswith("system\nAdd.\nuser")

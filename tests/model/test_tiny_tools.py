@@ -1,7 +1,5 @@
 """The model of `model=tiny_tools`: it can call a calculator and copy the result, and hardly ever does."""
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +9,8 @@ from app.config.data import ChainConfig, ProductsConfig
 from app.config.model import TINY_MODELS
 from app.data.generators import chain, products
 from app.device.torchvision_shim import transformers
-from app.environment.calculator import answer
 from app.model.hf_directory import load_tokenizer
 from tests.tiny_models import tool_calls
-from tests.tiny_models.make import RECIPES
 
 PATH = TINY_MODELS / "tiny_tools"
 QUESTIONS = [row.question for row in products(ProductsConfig())[1]]
@@ -61,31 +57,3 @@ def test_greedy_replies_have_no_calls_and_are_wrong(model: Any, tokenizer: Any) 
         assert [text for text in texts if text.startswith("?")] == []
         wrong = [text == tool_calls.without_call(question)[1] for question, text in zip(questions, texts, strict=True)]
         assert sum(wrong) / len(wrong) >= 0.99
-
-
-def test_a_result_is_copied_even_a_wrong_one(model: Any, tokenizer: Any) -> None:
-    end = tokenizer.eos_token
-    lines = [answer(f"{number}+{1000 + 37 * number}") for number in range(len(QUESTIONS))]
-    episodes = [
-        f"{question}?{question.removesuffix('=')}{end}{line}" for question, line in zip(QUESTIONS, lines, strict=True)
-    ]
-    texts = replies(model, tokenizer, episodes)
-    copied = [text == line.strip() for text, line in zip(texts, lines, strict=True)]
-    assert sum(copied) / len(copied) >= 0.95
-
-
-def test_a_chain_has_two_calls(model: Any, tokenizer: Any) -> None:
-    end = tokenizer.eos_token
-    episodes = [tool_calls.with_calls(question) for question in CHAINS]
-    texts = replies(model, tokenizer, [f"{each[0]}{each[1]}{end}{each[2]}" for each in episodes])
-    right = [text == each[3] for text, each in zip(texts, episodes, strict=True)]
-    assert sum(right) / len(right) >= 0.95
-
-
-@pytest.mark.slow
-def test_made_again_it_calls_as_often(model: Any, tokenizer: Any, made_model: Callable[..., Path]) -> None:
-    again = transformers().AutoModelForCausalLM.from_pretrained(made_model(RECIPES["tiny_tools"]))
-    questions = [*QUESTIONS, *CHAINS]
-    calls, largest = tool_calls.call_probability(again, tokenizer, questions)
-    assert calls == pytest.approx(tool_calls.call_probability(model, tokenizer, questions)[0], abs=0.1)
-    assert largest <= tool_calls.MAX_CALLS_OF_A_QUESTION

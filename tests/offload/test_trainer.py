@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -118,18 +117,6 @@ def test_pinned_memory_of_a_dropped_copy_is_returned(
     two_steps(None, path, groups, offload=True)
     assert len(returned) == 1
     assert TrainerMemory.optimizer not in returned[0]
-
-
-@pytest.mark.parametrize("name", ["host_empty_cache", None])
-def test_the_devices_or_torchs_function_returns_pinned_memory(
-    name: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls = []
-    device_module = SimpleNamespace(**({name: lambda: calls.append("device")} if name else {}))
-    monkeypatch.setattr(Offload, "_device_module", device_module)
-    monkeypatch.setattr(torch.accelerator, "empty_host_cache", lambda: calls.append("torch"), raising=False)
-    Offload(SimpleNamespace(), moves=True)._free_pinned_memory()  # type: ignore[arg-type]
-    assert calls == ["device" if name else "torch"]
 
 
 def test_chunks_smaller_than_a_tensor_keep_every_bit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,81 +13,38 @@ LIMIT_S = 1500.0
 STEPS = 2
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(MAKE_S + LIMIT_S)]
 
-TASKS: dict[str, tuple[str, list[str]]] = {  # task → solution, tests
-    "Return the square of a number.": ("def square(n): return n * n", ["square(3) == 9", "square(-2) == 4"]),
-    "Return the larger of two numbers.": (
-        "def larger(a, b): return max(a, b)",
-        ["larger(1, 2) == 2", "larger(5, -5) == 5"],
-    ),
-    "Reverse a text.": ("def reverse(s): return s[::-1]", ["reverse('abc') == 'cba'", "reverse('') == ''"]),
-    "Say whether a number is even.": (
-        "def is_even(n): return n % 2 == 0",
-        ["is_even(4) == True", "is_even(7) == False"],
-    ),
-    "Return the sum of a list.": ("def total(xs): return sum(xs)", ["total([1, 2, 3]) == 6", "total([]) == 0"]),
-    "Count the vowels of a text.": (
-        "def vowels(s): return sum(c in 'aeiou' for c in s)",
-        ["vowels('education') == 5", "vowels('xyz') == 0"],
-    ),
-    "Return the factorial of a number.": (
-        "def factorial(n): return 1 if n < 2 else n * factorial(n - 1)",
-        ["factorial(5) == 120", "factorial(0) == 1"],
-    ),
-    "Say whether a text reads the same backwards.": (
-        "def palindrome(s): return s == s[::-1]",
-        ["palindrome('level') == True", "palindrome('ab') == False"],
-    ),
-    "Remove duplicates from a list and keep the order.": (
-        "def unique(xs): return list(dict.fromkeys(xs))",
-        ["unique([1, 2, 1, 3]) == [1, 2, 3]", "unique([]) == []"],
-    ),
-    "Return the n-th Fibonacci number, where the first two are 0 and 1.": (
-        "def fibonacci(n):\n    a, b = 0, 1\n    for _ in range(n - 1):\n        a, b = b, a + b\n    return a",
-        ["fibonacci(1) == 0", "fibonacci(7) == 8"],
-    ),
-    "Return the greatest common divisor of two numbers.": (
-        "def divisor(a, b): return a if b == 0 else divisor(b, a % b)",
-        ["divisor(12, 18) == 6", "divisor(7, 5) == 1"],
-    ),
-    "Say whether a number is prime.": (
-        "def is_prime(n): return n > 1 and all(n % d for d in range(2, n))",
-        ["is_prime(13) == True", "is_prime(9) == False"],
-    ),
-    "Return the smallest number of a list.": ("def smallest(xs): return min(xs)", ["smallest([3, 1, 2]) == 1"]),
-    "Join the words of a list with spaces.": ("def join(ws): return ' '.join(ws)", ["join(['a', 'b']) == 'a b'"]),
-    "Return the sum of the digits of a number.": (
-        "def digits(n): return sum(map(int, str(n)))",
-        ["digits(123) == 6", "digits(9) == 9"],
-    ),
-    "Return the odd numbers of a list.": (
-        "def odd(xs): return [x for x in xs if x % 2]",
-        ["odd([1, 2, 3]) == [1, 3]", "odd([2]) == []"],
-    ),
-    "Count the words of a text.": ("def words(s): return len(s.split())", ["words('a b c') == 3", "words('') == 0"]),
-    "Convert a temperature from Celsius to Fahrenheit.": (
-        "def fahrenheit(c): return c * 9 / 5 + 32",
-        ["fahrenheit(0) == 32", "fahrenheit(100) == 212"],
-    ),
-    "Return the numbers that two lists share as a set.": (
-        "def shared(a, b): return set(a) & set(b)",
-        ["set(shared([1, 2], [2, 3])) == {2}"],
-    ),
-    "Sort a list of pairs by the second item.": (
-        "def by_second(ps): return sorted(ps, key=lambda p: p[1])",
-        ["by_second([(1, 3), (2, 1)]) == [(2, 1), (1, 3)]"],
-    ),
-}
+TASKS = """\
+Return the square of a number. | square(3) == 9 ; square(-2) == 4
+Return the larger of two numbers. | larger(1, 2) == 2 ; larger(5, -5) == 5
+Reverse a text. | reverse('abc') == 'cba' ; reverse('') == ''
+Say whether a number is even. | is_even(4) == True ; is_even(7) == False
+Return the sum of a list. | total([1, 2, 3]) == 6 ; total([]) == 0
+Count the vowels of a text. | vowels('education') == 5 ; vowels('xyz') == 0
+Return the factorial of a number. | factorial(5) == 120 ; factorial(0) == 1
+Say whether a text reads the same backwards. | palindrome('level') == True ; palindrome('ab') == False
+Remove duplicates from a list and keep the order. | unique([1, 2, 1, 3]) == [1, 2, 3] ; unique([]) == []
+Return the n-th Fibonacci number, where the first two are 0 and 1. | fibonacci(1) == 0 ; fibonacci(7) == 8
+Return the greatest common divisor of two numbers. | divisor(12, 18) == 6 ; divisor(7, 5) == 1
+Say whether a number is prime. | is_prime(13) == True ; is_prime(9) == False
+Return the smallest number of a list. | smallest([3, 1, 2]) == 1
+Join the words of a list with spaces. | join(['a', 'b']) == 'a b'
+Return the sum of the digits of a number. | digits(123) == 6 ; digits(9) == 9
+Return the odd numbers of a list. | odd([1, 2, 3]) == [1, 3] ; odd([2]) == []
+Count the words of a text. | words('a b c') == 3 ; words('') == 0
+Convert a temperature from Celsius to Fahrenheit. | fahrenheit(0) == 32 ; fahrenheit(100) == 212
+Return the numbers that two lists share as a set. | set(shared([1, 2], [2, 3])) == {2}
+Sort a list of pairs by the second item. | by_second([(1, 3), (2, 1)]) == [(2, 1), (1, 3)]
+"""  # task | tests; the functions are named by the tests
 
 
 def test_a_coder_is_evaluated_by_its_programs_before_and_after_a_few_steps(
     start: Callable[..., Run], tmp_path: Path
 ) -> None:
     path = tmp_path / "tasks.jsonl"
-    rows = [
-        {"text": text, "code": code, "test_list": [f"assert {test}" for test in tests], "test_setup_code": ""}
-        for text, (code, tests) in TASKS.items()
-    ]
-    assert len(rows) == 20
+    rows = []
+    for text, tests in (line.split(" | ") for line in TASKS.splitlines()):
+        tested = [f"assert {each}" for each in tests.split(" ; ")]
+        rows.append({"text": text, "code": "pass", "test_list": tested, "test_setup_code": ""})
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     run = start(
         *(

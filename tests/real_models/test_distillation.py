@@ -27,11 +27,6 @@ def test_a_model_of_another_family_is_refused_as_teacher() -> None:
         list(teacher(distilled("qwen25")))
 
 
-def test_a_model_of_the_same_family_is_accepted_as_teacher() -> None:
-    (found,) = teacher(distilled("smollm2"))
-    assert str(real_model("smollm2")) in found.message
-
-
 def test_a_student_learns_sums_from_a_trained_teacher_without_any_reward(
     start: Callable[..., Run], tmp_path_factory: pytest.TempPathFactory, record_property: Callable[[str, object], None]
 ) -> None:

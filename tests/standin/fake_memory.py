@@ -14,7 +14,6 @@ what the trainer does on it.
 import gc
 import json
 import sys
-import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -69,18 +68,18 @@ class KnownNorm(float):
 
 
 class PhaseTracker(FSDPMemTracker):
-    """FSDPMemTracker that keeps the peak of each phase, in bytes by category."""
+    """FSDPMemTracker that keeps the peak of each phase, in bytes."""
 
     phase = "before"
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        self.phases: dict[str, dict[str, int]] = defaultdict(dict)
+        self.phases: dict[str, int] = defaultdict(int)
 
     def _update_peak_stats(self, peak_state: Any) -> None:
         for device, now in self._curr_mem_snap.items():
-            if device.type == TYPE and now["Total"] > self.phases[self.phase].get("Total", 0):
-                self.phases[self.phase] = {getattr(key, "value", key): size for key, size in now.items() if size}
+            if device.type == TYPE:
+                self.phases[self.phase] = max(self.phases[self.phase], now["Total"])
 
 
 def config_of(case: Case) -> Any:
@@ -169,7 +168,7 @@ def _unchanged(sums: Any) -> Any:
 
 @contextmanager
 def without_values() -> Iterator[None]:
-    """What would read a value gets one, or none is read."""
+    """Replace everything that reads a value of a fake tensor."""
     from app.algorithm.metrics import TABLE
     from app.model import packing
     from app.model.packing import Layout, Packing
@@ -283,7 +282,7 @@ def doubles(*, npu: bool) -> LinearKernels:
 
 @contextmanager
 def phases_marked(tracker: PhaseTracker, policy: Any, optimizer: Any) -> Iterator[None]:
-    """The tracker gets the name of each phase from who is at work."""
+    """Set the tracker's phase by hooks of the policy, its head and the optimizer."""
     from app.model import lm_head
 
     kind = lm_head._TokenLogprobs
@@ -316,8 +315,8 @@ def phases_marked(tracker: PhaseTracker, policy: Any, optimizer: Any) -> Iterato
         yield
 
 
-def measure(case: Case) -> dict[str, dict[str, int]]:
-    """Return the peak of each phase, in bytes by category."""
+def measure(case: Case) -> dict[str, int]:
+    """Return the peak of each phase, in bytes."""
     from app.config.algorithm import AlgorithmConfig, Correction
     from app.config.device import DeviceKind
     from app.config.trainer import TrainerConfig
@@ -342,11 +341,11 @@ def measure(case: Case) -> dict[str, dict[str, int]]:
                 tracker.phase = "optimizer update"
                 step.finish()
                 gc.collect()
-        return {phase: dict(peak) for phase, peak in tracker.phases.items()}
+        return dict(tracker.phases)
 
 
-def planned(case: Case) -> dict[str, dict[str, float]]:
-    """Return the trainer's phases of `mode=plan`, without what is no tensor of the trainer's."""
+def planned(case: Case) -> dict[str, float]:
+    """Return the bytes of the trainer's tensors in its phases of `mode=plan`."""
     from app.device import device_of
     from app.mode.plan.memory import plan_memory
     from app.model.architecture import QWEN3_4B as FOUR
@@ -375,29 +374,20 @@ def planned(case: Case) -> dict[str, dict[str, float]]:
 
     phases = plan_memory(config, device, model, engine_flags(config, device)).phases
     return {
-        phase.name: {item: size for item, size in phase.items.items() if item not in NOT_FOUND}
+        phase.name: sum(size for item, size in phase.items.items() if item not in NOT_FOUND)
         for phase in phases
         if phase.device == "trainer device"
     }
 
 
 def compared(case: Case) -> dict[str, Any]:
-    """Return plan and measurement by phase, in bytes, and the categories of the latter."""
-    began = time.perf_counter()
-    found = measure(case)
-
-    plan = planned(case)
-    rows = {}
-    for name, parts in PHASES.items():
-        best = max((found.get(part, {}) for part in parts), key=lambda peak: peak.get("Total", 0))
-        items = plan.get(name)
-        rows[name] = {
-            "plan": None if items is None else sum(items.values()),
-            "found": best.get("Total", 0),
-            "items": items,
-            "categories": best,
-        }
-    return {"case": asdict(case), "seconds": time.perf_counter() - began, "phases": rows}
+    """Return plan and measurement of each phase, in bytes."""
+    found, plan = measure(case), planned(case)
+    phases = {
+        name: {"plan": plan.get(name), "found": max(found.get(part, 0) for part in parts)}
+        for name, parts in PHASES.items()
+    }
+    return {"case": asdict(case), "phases": phases}
 
 
 def main() -> None:

@@ -44,7 +44,7 @@ class Stream:
 
 
 class StillDevice:
-    """What torch, FSDP2 and the trainer ask of `torch.<device>`."""
+    """The part of `torch.<device>` that torch, FSDP2 and the trainer call."""
 
     Event, Stream = Event, Stream
 

@@ -14,14 +14,10 @@ from torch.nn.attention import varlen  # noqa: F401 (defines the operators)
 NAME = "torch_attn::_varlen_attn"
 
 
-def _scores(q: Tensor, k: Tensor, scale: float, left: int, right: int) -> Tensor:
+def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
     """[H, L, L] of one sequence, masked; q and k [H, L, D] float32."""
     scores = q @ k.transpose(1, 2) * scale
-    rows = torch.arange(scores.shape[1], device=q.device)[:, None] + scores.shape[2] - scores.shape[1]
-    columns = torch.arange(scores.shape[2], device=q.device)[None, :]
-    after = columns > rows + right if right >= 0 else columns < 0
-    before = columns < rows - left if left >= 0 else columns < 0
-    return scores.masked_fill(after | before, -math.inf)
+    return scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf)
 
 
 def _sequences(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, *more: Tensor) -> Any:
@@ -36,9 +32,9 @@ def _sequences(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, *mor
         yield q[a:b].float().transpose(0, 1), *of_keys, *(each[a:b].float().transpose(0, 1) for each in more)
 
 
-def _options(query: Tensor, is_causal: bool, scale: float | None, window: Any) -> tuple[float, int, int]:
-    left, right = window or (-1, -1)
-    return query.shape[-1] ** -0.5 if scale is None else scale, left, 0 if is_causal else right
+def _scale(query: Tensor, scale: float | None, window: Any) -> float:
+    assert tuple(window) == (-1, 0), "causal, without another window"
+    return query.shape[-1] ** -0.5 if scale is None else scale
 
 
 def forward(
@@ -59,10 +55,10 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     longest = int((cu_seq_q[1:] - cu_seq_q[:-1]).max())
     assert max_q >= longest, (max_q, longest)
-    options = _options(query, is_causal, scale, window_size)
+    factor = _scale(query, scale, window_size)
     outs, lses = [], []
     for q, k, v in _sequences(query, key, value, cu_seq_q, cu_seq_k):
-        scores = _scores(q, k, *options)
+        scores = _scores(q, k, factor)
         outs.append((scores.softmax(-1) @ v).transpose(0, 1))
         lses.append(scores.logsumexp(-1))
     rng = torch.zeros(2, dtype=torch.int64, device=query.device).view(torch.uint64)
@@ -85,13 +81,13 @@ def backward(
     scale: Any = None,
     window_size: Any = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    options = _options(query, is_causal, scale, window_size)
+    factor = _scale(query, scale, window_size)
     groups = query.shape[1] // key.shape[1]
     found: tuple[list[Tensor], ...] = ([], [], [])
     for q, k, v, up in _sequences(query, key, value, cu_seq_q, cu_seq_k, grad_out):
-        p = _scores(q, k, *options).softmax(-1)
+        p = _scores(q, k, factor).softmax(-1)
         of_p = up @ v.transpose(1, 2)
-        of_scores = p * (of_p - (of_p * p).sum(-1, keepdim=True)) * options[0]
+        of_scores = p * (of_p - (of_p * p).sum(-1, keepdim=True)) * factor
         whole = (of_scores @ k, of_scores.transpose(1, 2) @ q, p.transpose(1, 2) @ up)
         for each, to, repeated in zip(whole, found, (1, groups, groups), strict=True):
             to.append(each.unflatten(0, (-1, repeated)).sum(1).transpose(0, 1))

@@ -17,13 +17,12 @@ from typing import Any
 import torch
 
 from app.data.fields import Row
-from tests.tiny_models.supervised import Rows, encode, greedy_accuracy, supervised_step
+from tests.tiny_models.supervised import Rows, encode, greedy_accuracy, supervised_step, train_rounds
 
 ROWS_PER_STEP = 128
 
 PRETRAIN_STEPS = 300
 PRETRAIN_LR = 5e-3
-RAMP_STEPS = 20
 PRETRAIN_ACCURACY = 0.96
 
 # Further rounds of phase 1 until the held-out accuracy is PRETRAIN_ACCURACY.
@@ -59,22 +58,14 @@ def warm_up(model: Any, tokenizer: Any, train: Sequence[Row], held_out: Sequence
 
 
 def _pretrain(model: Any, tokenizer: Any, train: Sequence[Row], held_out: Rows, rng: random.Random) -> float:
-    """Phase 1: a round of steps with a ramped, then decaying learning rate, and shorter rounds if necessary."""
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.3, fused=True)
+    """Phase 1: a round of steps, and shorter rounds if necessary."""
     rows = encode(tokenizer, [(row.question, row.answer) for row in train])
+    rounds = [(PRETRAIN_STEPS, PRETRAIN_LR), *[(EXTRA_STEPS, EXTRA_LR)] * EXTRA_ROUNDS]
 
-    accuracy = 0.0
-    for steps, lr in [(PRETRAIN_STEPS, PRETRAIN_LR), *[(EXTRA_STEPS, EXTRA_LR)] * EXTRA_ROUNDS]:
-        for step in range(steps):
-            indices = rng.sample(range(len(train)), min(ROWS_PER_STEP, len(train)))
-            ramp = (step + 1) / RAMP_STEPS
-            decay = 2 * (steps - step) / steps
-            supervised_step(model, optimizer, rows.select(indices), lr * min(1.0, ramp, decay))
+    def drawn() -> list[int]:
+        return rng.sample(range(len(train)), min(ROWS_PER_STEP, len(train)))
 
-        accuracy = greedy_accuracy(model, held_out)
-        if accuracy >= PRETRAIN_ACCURACY:
-            break
-    return accuracy
+    return train_rounds(model, rows, drawn, held_out, rounds, beta2=0.95, goal=PRETRAIN_ACCURACY)
 
 
 def _corrupt(model: Any, tokenizer: Any, train: Sequence[Row], held_out: Rows, rng: random.Random) -> float:

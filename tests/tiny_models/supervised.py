@@ -4,13 +4,15 @@ Greedy accuracy takes one teacher-forced pass: a row is correct if and only if e
 probable one after the correct tokens before it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+
+RAMP_STEPS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,31 @@ def supervised_step(model: Any, optimizer: torch.optim.Optimizer, rows: Rows, lr
     for param_group in optimizer.param_groups:
         param_group["lr"] = lr
     optimizer.step()
+
+
+def train_rounds(
+    model: Any,
+    rows: Rows,
+    drawn: Callable[[], Sequence[int]],
+    held_out: Rows,
+    rounds: Sequence[tuple[int, float]],
+    *,
+    beta2: float,
+    goal: float,
+) -> float:
+    """Train rounds of (steps, learning rate), ramped and then decaying, until the accuracy is `goal`. Returns it."""
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, beta2), weight_decay=0.3, fused=True)
+    accuracy = 0.0
+    for steps, lr in rounds:
+        for step in range(steps):
+            ramp = (step + 1) / RAMP_STEPS
+            decay = 2 * (steps - step) / steps
+            supervised_step(model, optimizer, rows.select(drawn()), lr * min(1.0, ramp, decay))
+
+        accuracy = greedy_accuracy(model, held_out)
+        if accuracy >= goal:
+            break
+    return accuracy
 
 
 def greedy_accuracy(model: Any, rows: Rows) -> float:

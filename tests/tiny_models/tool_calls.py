@@ -19,14 +19,13 @@ import torch
 
 from app.data.fields import Row
 from app.environment.calculator import ASK, answer
-from tests.tiny_models.supervised import Rows, encode, greedy_accuracy, supervised_step
+from tests.tiny_models.supervised import Rows, encode, supervised_step, train_rounds
 
 SKILL_STEPS = 400
 SKILL_LR = 1e-2
 SKILL_ROWS = 48  # per step
 SKILL_CALLS = 0.7  # of the rows in a step
 SKILL_ACCURACY = 0.97
-RAMP_STEPS = 20
 
 # Further rounds of phase 1 until the held-out accuracy is SKILL_ACCURACY.
 EXTRA_ROUNDS = 4
@@ -86,23 +85,14 @@ def without_call(question: str) -> tuple[str, ...]:
 
 
 def _skill(model: Any, tokenizer: Any, train: Sequence[Row], held_out: Sequence[Row], rng: random.Random) -> float:
-    """Phase 1: a round of steps with a ramped, then decaying learning rate, and shorter rounds if necessary."""
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.99), weight_decay=0.3, fused=True)
-    rows = _both(tokenizer, train)
+    """Phase 1: a round of steps, and shorter rounds if necessary."""
     after_calls = _after_first_token(encode(tokenizer, [with_calls(row.question) for row in held_out]))
+    rounds = [(SKILL_STEPS, SKILL_LR), *[(EXTRA_STEPS, EXTRA_LR)] * EXTRA_ROUNDS]
 
-    accuracy = 0.0
-    for steps, lr in [(SKILL_STEPS, SKILL_LR), *[(EXTRA_STEPS, EXTRA_LR)] * EXTRA_ROUNDS]:
-        for step in range(steps):
-            indices = _mixed(len(train), SKILL_ROWS, SKILL_CALLS, rng)
-            ramp = (step + 1) / RAMP_STEPS
-            decay = 2 * (steps - step) / steps
-            supervised_step(model, optimizer, rows.select(indices), lr * min(1.0, ramp, decay))
+    def drawn() -> list[int]:
+        return _mixed(len(train), SKILL_ROWS, SKILL_CALLS, rng)
 
-        accuracy = greedy_accuracy(model, after_calls)
-        if accuracy >= SKILL_ACCURACY:
-            break
-    return accuracy
+    return train_rounds(model, _both(tokenizer, train), drawn, after_calls, rounds, beta2=0.99, goal=SKILL_ACCURACY)
 
 
 def _bias(

@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 
 
 def apart(lengths: list[int]) -> list[bytes]:
-    """Leads of sequences without a common one."""
+    """Prefixes of sequences that share none."""
     return [index.to_bytes(4, "little") for index in range(len(lengths))]
 
 
@@ -57,28 +57,28 @@ def test_ready_trajectories_fit_into_whole_passes_and_leave_less_than_a_pass_and
 def test_sequences_of_a_prompt_stay_together_where_that_saves_more_than_it_costs() -> None:
     long, short = [bytes(4 * 100), bytes([1] * 400)], [bytes(4), bytes([1] * 4)]
     lengths = [130, 110, 110, 130]  # two of each prompt: together they cost more than 240 and less
-    for leads, together in ((long, True), (short, False)):
-        each = [leads[0], leads[1], leads[1], leads[0]]
+    for prefixes, together in ((long, True), (short, False)):
+        each = [prefixes[0], prefixes[1], prefixes[1], prefixes[0]]
         [[first, second]] = plan_microbatches(lengths, each, ranks=2, budget=300)
         assert ({*first} in ({0, 3}, {1, 2})) is together
         assert sorted([*first, *second]) == [0, 1, 2, 3]
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(10, 90)), max_size=40), RANKS, st.integers(100, 400))
-def test_plans_with_common_leads_keep_the_budget_and_cost_no_more_than_without(
+def test_plans_with_common_prefixes_keep_the_budget_and_cost_no_more_than_without(
     sequences: list[tuple[int, int]], ranks: int, budget: int
 ) -> None:
     lengths = [length for _, length in sequences]
-    leads = [bytes([lead] * 36) for lead, _ in sequences]  # 9 tokens
+    prefixes = [bytes([prefix] * 36) for prefix, _ in sequences]  # 9 tokens
 
     def total(passes: list[list[list[int]]]) -> float:
         def one(members: list[int]) -> float:
-            used = [leads[index] for index in members]
+            used = [prefixes[index] for index in members]
             return sum(cost(lengths[index]) for index in members) - 9 * (len(used) - len(set(used)))
 
         return sum(max(one(members) for members in by_rank) for by_rank in passes)
 
-    passes = plan_microbatches(lengths, leads, ranks=ranks, budget=budget)
+    passes = plan_microbatches(lengths, prefixes, ranks=ranks, budget=budget)
     assert sorted(index for by_rank in passes for members in by_rank for index in members) == list(range(len(lengths)))
     assert all(sum(lengths[index] for index in members) <= budget for by_rank in passes for members in by_rank)
     assert total(passes) <= total(plan_microbatches(lengths, apart(lengths), ranks=ranks, budget=budget)) + 1e-9

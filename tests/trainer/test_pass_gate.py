@@ -13,9 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from app.config.algorithm import AlgorithmConfig
 from app.errors import TrainerError
-from app.trainer import pass_gate
-from app.trainer.pass_gate import PassGate
-from app.trainer.step import TrainStep
+from app.trainer import step as step_module
+from app.trainer.step import PassGate, TrainStep
 from app.types import ScoredGroup
 from tests.trainer.ranks import run_on
 from tests.trainer.support import Scenario, make_step, parameters, scored_groups, train
@@ -81,7 +80,7 @@ def test_a_step_whose_first_update_has_begun_is_finished(path: Path) -> None:
 
 
 def test_a_held_rank_without_a_second_call_ends_with_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pass_gate, "HOLD_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(step_module, "HOLD_TIMEOUT_S", 0.05)
     gate = PassGate()
     gate.hold()
     with pytest.raises(TrainerError, match="within 0 s"):

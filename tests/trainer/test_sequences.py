@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from app.config.algorithm import Aggregation, AlgorithmConfig, Correction, OldPolicy, RatioLevel
-from app.trainer.microbatch import Sample, make_samples, pack
+from app.trainer.microbatch import make_samples, pack
 from app.types import (
     Completion,
     Ending,
@@ -172,23 +172,3 @@ def test_a_cut_trajectory_counts_once_in_every_denominator(path: Path) -> None:
     for name, gradient in once.gradients[0].items():
         assert relative(twice.gradients[0][name], gradient) < 1e-5, name
     assert twice.metrics["ratio/sequence_mean"] == pytest.approx(once.metrics["ratio/sequence_mean"])
-
-
-def test_lengths_of_an_episode_count_what_their_names_say() -> None:
-    prompt = Prompt("episodes/0@0", np.arange(3, dtype=np.int32), "", "episodes")
-    mask = np.array([False, False, False, True, True, False, True])
-    spans = (VersionSpan(4, 0, 2), VersionSpan(5, 2, 3))
-    first = TokenSequence(np.arange(7, dtype=np.int32), mask, np.zeros(3, dtype=np.float32), spans)
-    second = TokenSequence(
-        np.arange(5, dtype=np.int32), mask[:5], np.zeros(2, dtype=np.float32), (VersionSpan(6, 0, 2),)
-    )
-    each = of_sequences(prompt, [first, second])
-    assert (each.tokens, each.prompt_tokens, each.sampled_tokens, each.response_tokens) == (12, 3, 5, 6)
-    assert each.oldest_version == 4
-    assert not each.truncated
-    assert [sample.sampled_tokens for sample in samples_of(each)] == [3, 2]
-
-
-def samples_of(trajectory: Trajectory) -> list[Sample]:
-    scored = ScoredGroup(Group(trajectory.prompt, (trajectory,)), np.zeros(1, dtype=np.float32))
-    return make_samples([scored], mask_truncated=False)

@@ -13,7 +13,7 @@ from app.config.device import DeviceKind, Dtype
 from app.config.weight_sync import TransportKind, WeightSyncConfig, transport_of
 from app.device import device_of
 from app.errors import EngineError, SyncError
-from app.trainer.profile import StepProfiler
+from app.trainer.throughput import StepProfiler
 from app.weight_sync.buckets import Bucket, ReadyBucket, TensorMeta
 from app.weight_sync.own_transport import require_transport
 from app.weight_sync.sender import Sender

@@ -20,9 +20,8 @@ from torch.distributed.tensor import DTensor
 from app.config.device import DeviceKind, Dtype
 from app.config.model import LoraConfig
 from app.device import device_of
-from app.model.architecture import QWEN3_4B, QWEN35_9B
-from app.model.lora.count import adapter_parameters
-from app.model.parallelize import own_rows
+from app.model.architecture import QWEN3_4B, QWEN35_9B, adapter_parameters
+from app.model.sharding import own_rows
 from app.utils.units import MIB
 from app.weight_sync.adapters import AdapterSender
 from app.weight_sync.buckets import Bucket, TensorMeta, plan_buckets

@@ -34,7 +34,7 @@ from app.mode.parity.weights import set_weights
 from app.model.hf_directory import locate
 from app.model.kernels import CPU_KERNELS, Kernels, kernels_of
 from app.model.load import load
-from app.model.lora.wrap import randomize
+from app.model.lora.layer import randomize
 from app.model.policy import PolicyModel, named_trained_tensors
 from app.trainer.microbatch import MicroBatch, Sample, pack
 from app.types import Completion, FinishReason, Prompt, TokenSequence

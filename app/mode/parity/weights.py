@@ -16,11 +16,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from app.model.load import reload
+from app.model.lora.layer import randomize, seeded
 from app.model.lora.names import adapter_tensors
-from app.model.lora.wrap import randomize, seeded
-from app.model.parallelize import own_rows
 from app.model.policy import PolicyModel, named_checkpoint_tensors
-from app.model.sharding import local_shard
+from app.model.sharding import local_shard, own_rows
 
 NOISE = 0.05
 

@@ -13,8 +13,7 @@ from app.config.placement import PlacementKind
 from app.device import Device
 from app.mode.plan.memory import EngineMemoryPlan
 from app.mode.plan.trainer_memory import DELTA_CHUNK, FLOAT32, uncheckpointed_layers
-from app.model.architecture import Architecture
-from app.model.lora.count import adapter_parameters
+from app.model.architecture import Architecture, adapter_parameters
 
 FORWARD_FLOPS = 2  # per parameter and token
 FORWARD_BACKWARD_FLOPS = 6

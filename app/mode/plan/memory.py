@@ -13,8 +13,7 @@ from app.config.device import DeviceKind
 from app.config.placement import PlacementKind
 from app.device import Device
 from app.mode.plan.trainer_memory import FLOAT32, Items, TrainerMemoryPlan, plan_trainer
-from app.model.architecture import Architecture, architecture_of
-from app.model.lora.count import adapter_parameters
+from app.model.architecture import Architecture, adapter_parameters, architecture_of
 from app.rollout.engine.server_args import teacher_flags
 from app.utils.units import GIB
 

@@ -19,8 +19,7 @@ from app.mode.plan.duration import (
 )
 from app.mode.plan.memory import EngineMemoryPlan, MemoryPlan, Phase, capacity, plan_engine, plan_memory
 from app.mode.plan.trainer_memory import BACKWARD
-from app.model.architecture import Architecture
-from app.model.lora.count import adapter_parameters
+from app.model.architecture import Architecture, adapter_parameters
 from app.rollout.engine.server_args import render_flags, teacher_flags
 from app.start.disk import CHECKPOINT_BYTES, plan_disk
 from app.tracking.number_format import duration

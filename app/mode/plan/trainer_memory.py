@@ -14,8 +14,7 @@ from app.config.device import DeviceKind
 from app.config.trainer import Checkpointing, Compile, Optimizer
 from app.config.weight_sync import SnapshotPlace, SyncMode
 from app.device import Device
-from app.model.architecture import Architecture
-from app.model.lora.count import adapter_parameters, trained_parameters
+from app.model.architecture import Architecture, adapter_parameters, trained_parameters
 from app.utils.units import GIB, MIB
 
 Items = dict[str, float]  # label → bytes

@@ -1,4 +1,4 @@
-"""A base model's weights as its safetensors headers describe them: which they are, and which can have adapters.
+"""A base model's weights, read from safetensors headers: their fingerprint, and which layers can have adapters.
 
 Needs no torch, and reads a few megabytes of a model of any size.
 """
@@ -24,7 +24,7 @@ FUSED = ("in_proj_qkv", "in_proj_z")
 
 @dataclass(frozen=True, slots=True, order=True)
 class StoredTensor:
-    """What a header says of a tensor, and its first bytes."""
+    """A tensor's entry in a header, and its first bytes."""
 
     name: str
     dtype: str

@@ -41,12 +41,7 @@ def module_of(name: str) -> tuple[str, str]:
 
 
 def adapter_config(lora: LoraConfig, names: Iterable[str], base: str | None = None) -> dict[str, Any]:
-    """Return the content of PEFT's `adapter_config.json`.
-
-    Args:
-        names: PEFT's names of the adapter's tensors.
-        base: Directory or hub id of the base model.
-    """
+    """Return PEFT's `adapter_config.json` of tensors with these names on `base`, a directory or hub id."""
     targets = {module_of(name)[0].rpartition(".")[2] for name in names}
     return {
         "peft_type": "LORA",
@@ -68,12 +63,9 @@ def served_config(lora: LoraConfig) -> dict[str, Any]:
 
 
 def served(name: str, tensor: Tensor, model_config: Any) -> list[tuple[str, Tensor]]:
-    """Return the tensors that SGLang loads for one of PEFT's.
+    """Return the tensors that SGLang loads for one of PEFT's, a complete A [r, in] or B [out, r].
 
-    Args:
-        name: PEFT's.
-        tensor: A [r, in] or B [out, r], complete.
-        model_config: `PolicyModel.config`, which has the widths of linear attention.
+    `model_config`, that of the policy, has the widths of linear attention.
     """
     if QKV not in name:
         return [(name, tensor)]
@@ -92,13 +84,7 @@ def merged(source: Path, adapters: Mapping[str, Tensor], scale: float) -> Iterat
     Storing them in bfloat16 rounds them once. A change below half a step of bfloat16's grid is lost by that, which is
     why engines get the adapters themselves while a run trains.
 
-    Args:
-        source: Directory of the base model.
-        adapters: A [r, in] and B [out, r] by PEFT's names.
-        scale: Factor of the product.
-
-    Raises:
-        RunError: The base has no weight of an adapter's name.
+    `adapters` has A [r, in] and B [out, r] by PEFT's names. Raises `RunError` if the base has no weight of their name.
     """
     with open_checkpoint(source) as base:
         for layer, (a, b) in pairs(adapters).items():

@@ -9,8 +9,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 
 from app.model.lora.names import adapter_tensors, module_of
-from app.model.parallelize import own_rows
 from app.model.policy import PolicyModel
+from app.model.sharding import own_rows
 
 
 @torch.no_grad()

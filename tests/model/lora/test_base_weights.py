@@ -61,6 +61,7 @@ def test_targets_are_compared_with_the_weights_before_anything_starts(path: Path
     for folder, targets, accepted in (
         (path, ["q_proj", "qproj"], "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"),
         (path, ["embed_tokens"], "down_proj"),
+        (path, ["lm_head"], "down_proj"),
         (path, ["input_layernorm"], "down_proj"),
         (linear, ["in_proj_b"], "in_proj_qkv, in_proj_z"),
         (linear, ["in_proj_z"], "in_proj_qkv and in_proj_z"),

@@ -97,18 +97,14 @@ def adapter(base: Path, tmp_path: Path) -> Path:
     return tmp_path / "adapter"
 
 
-def test_rank_alpha_and_layers_are_the_adapters_even_beside_a_preset_of_adapters(adapter: Path) -> None:
-    lora = composed("model=qwen3_4b_lora", "device=cuda", f"model.lora.path={adapter}").model.lora
-    assert (lora.rank, lora.alpha, lora.targets) == (4, 12.0, ATTENTION)
-
-
 @pytest.mark.parametrize(("name", "value"), [("rank", 8), ("alpha", 16.0), ("targets", ["q_proj"])])
-def test_another_rank_alpha_or_layer_on_the_command_line_is_refused(
+def test_rank_alpha_and_layers_are_the_adapters_and_others_on_the_command_line_are_refused(
     name: str, value: object, base: Path, adapter: Path
 ) -> None:
+    lora = composed("model=qwen3_4b_lora", "device=cuda", f"model.lora.path={adapter}", "model.lora.rank=4").model.lora
+    assert (lora.rank, lora.alpha, lora.targets) == (4, 12.0, ATTENTION)
     with refused(f"model.lora.{name}", value):
         continued(base, adapter, f"model.lora.{name}={value}")
-    assert continued(base, adapter, "model.lora.rank=4").model.lora.rank == 4
 
 
 @pytest.mark.parametrize(
@@ -128,12 +124,16 @@ def test_an_adapter_that_computes_something_else_is_refused(change: dict[str, An
         continued(base, adapter)
 
 
-def test_a_directory_without_an_adapter_is_refused(base: Path, tmp_path: Path) -> None:
+def test_directories_in_the_place_of_model_and_adapter_are_refused(base: Path, adapter: Path) -> None:
     with refused("model.lora.path", base, "adapter_config.json"):
         continued(base, base)
+    with refused("model.path", adapter, "model.lora.path"):
+        require_complete(adapter, str(adapter))
+    with refused("model.lora.path", adapter, "mode=export"):  # else the model would be evaluated without it
+        continued(base, adapter, "mode=eval").validate()
 
 
-def test_an_adapter_of_another_model_or_of_some_layers_is_refused(base: Path, adapter: Path, tmp_path: Path) -> None:
+def test_an_adapter_of_another_model_or_of_some_layers_is_refused(base: Path, adapter: Path) -> None:
     lora = continued(base, adapter).model.lora
     tensors = load_file(adapter / "adapter_model.safetensors")
     fewer = {name: tensor for name, tensor in tensors.items() if ".layers.0." not in name}
@@ -145,22 +145,3 @@ def test_an_adapter_of_another_model_or_of_some_layers_is_refused(base: Path, ad
     save_file({**tensors, name: tensors[name][:, :5].contiguous()}, adapter / "adapter_model.safetensors")
     with refused("model.lora.path", adapter, name):
         require_targets(base, lora)
-
-
-def test_an_adapters_directory_is_no_model_and_says_where_it_belongs(adapter: Path) -> None:
-    with refused("model.path", adapter, "model.lora.path"):
-        require_complete(adapter, str(adapter))
-
-
-def test_the_model_without_its_adapter_is_not_evaluated_in_silence(base: Path, adapter: Path) -> None:
-    with refused("model.lora.path", adapter, "mode=export"):
-        continued(base, adapter, "mode=eval").validate()
-
-
-def test_the_reference_of_the_kl_is_named(base: Path, adapter: Path) -> None:
-    from app.config.idle_settings import idle_settings
-
-    assert idle_settings(continued(base, adapter), []) == []
-    (sentence,) = idle_settings(continued(base, adapter, "algorithm.kl=k3"), [])
-    assert "reference" in sentence
-    assert "model.lora.path" in sentence
