@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from app.tracking.dashboard import DashboardOptions
+from app.tracking.dashboards import DashboardOptions
 
 PREFIX = "posttrain"
 log = logging.getLogger("app.run")

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from app.errors import one_line
-from app.tracking.dashboard import DashboardOptions, Progress, grouped
+from app.tracking.dashboards import DashboardOptions, Progress, grouped
 from app.tracking.run_folder import metrics_file
 
 log = logging.getLogger("app.run")
@@ -40,7 +40,7 @@ class WeightsAndBiases:
 
         # Without the folder W&B would fall back to a temporary one.
         options.folder.mkdir(parents=True, exist_ok=True)
-        self._progress = Progress(options.folder.with_suffix(".json"), resumed=options.resumed_at is not None)
+        self._progress = Progress(options)
         run_id = self._progress.run_id or uuid.uuid4().hex[:8]
 
         start = partial(

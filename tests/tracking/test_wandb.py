@@ -122,7 +122,7 @@ def test_samples_are_tables_of_bounded_length_also_in_a_later_job_of_a_sweep(tmp
 
 def test_without_a_key_it_records_offline_and_never_prompts_even_on_a_terminal(tmp_path: Path) -> None:
     script = (
-        "import sys; from pathlib import Path; from app.tracking.dashboard import DashboardOptions\n"
+        "import sys; from pathlib import Path; from app.tracking.dashboards import DashboardOptions\n"
         "from app.tracking.wandb import WeightsAndBiases\n"
         "run = Path(sys.argv[1])\n"
         "warn = lambda text: print('warned:', text)\n"

@@ -37,31 +37,10 @@ CHARTS = (
     ),
     Chart("health", "Staleness", ("staleness/max", "staleness/mean"), ("max", "mean"), note="weight syncs"),
     Chart("health", "Gradient norm", ("grad_norm",), ("grad norm",), note="before clipping"),
-    Chart("health", "Norm of the adapters", ("lora/norm",), ("of what they add to the weights",)),
     Chart("health", "Policy loss", ("loss/policy",), ("policy",)),
     Chart("health", "Clipped ratios", ("clip/high_fraction", "clip/low_fraction"), ("high", "low"), "percent"),
     Chart("health", "Completion length", ("completion/length_mean", "completion/length_p95"), ("mean", "p95"), "count"),
-    Chart(
-        "episodes", "Turns of an episode", ("environment/turns_mean", "environment/turns_max"), ("mean", "max"), "count"
-    ),
-    Chart("episodes", "Tokens of observations", ("environment/observation_tokens",), ("in an episode",), "count"),
-    Chart("episodes", "Tool calls", ("environment/tool_calls",), ("in an episode",)),
-    Chart(
-        "episodes",
-        "Failed tool calls, episodes without end",
-        ("environment/tool_failed_fraction", "environment/out_of_turns_fraction", "environment/out_of_time_fraction"),
-        ("tool calls that failed", "out of turns", "out of time"),
-        "percent",
-    ),
-    Chart("episodes", "Sequences of an episode", ("environment/sequences_mean",), ("mean",)),
-    Chart("episodes", "Time of an episode", ("environment/seconds",), ("mean",), "seconds"),
-    Chart(
-        "episodes",
-        "Waiting for environments, cached tokens",
-        ("environment/wait_fraction", "rollout/cached_fraction"),
-        ("no engine worked for the episode", "prompt tokens in the KV cache"),
-        "percent",
-    ),
+    Chart("episodes", "Turns of an episode", ("environment/turns_mean", "environment/turns_max"), ("mean", "max")),
     Chart(
         "time",
         "Time of each step",
@@ -71,7 +50,6 @@ CHARTS = (
         "stack",
     ),
     Chart("speed", "Generation", ("throughput/completion_tokens_per_second",), ("completion tokens/s",), "count"),
-    Chart("speed", "Host memory in use", ("memory/host_used_fraction",), ("fullest host",), "percent"),
     Chart("speed", "Training", ("trainer/tokens_per_second",), ("tokens/s",), "count"),
     Chart(
         "sync",
@@ -82,28 +60,17 @@ CHARTS = (
         "stack",
     ),
     Chart("sync", "Bytes sent by each weight sync", ("sync/bytes",), ("bytes",), "bytes"),
-    Chart(
-        "sync",
-        "Adapters loaded after each sync",
-        ("lora/loaded_adapters",),
-        ("on the engine with the most",),
-        "count",
-    ),
 )
 FAMILIES = (  # section, title, the metrics of one chart with their label, form
     ("learning", "At least one of k is correct", r"reward/(pass@.+)", "percent"),
     ("episodes", "Scores of the environment", "environment/score_(.+)", "number"),
-    ("episodes", "Episodes that failed so far", "environment/failed_(.+)", "number"),
     ("speed", "Memory (MiB, largest process of each role)", "memory/(.+)_mib", "count"),
 )
-NOT_SHOWN = r"time/step|sync/total_seconds|eval/(.+/)?prompts"  # sums of what is shown, and constants
+NOT_SHOWN = r"time/step|sync/total_seconds|eval/(.+/)?prompts"  # sums of shown metrics, and constants
 
 
 def charts(runs: Sequence[RunData]) -> list[Chart]:
-    """Return a chart for every measured metric.
-
-    Those of `CHARTS` and `FAMILIES`, and one each for the rest, such as what an environment counts itself.
-    """
+    """Return charts that show every measured metric: those of `CHARTS` and `FAMILIES`, and one for each of the rest."""
     measured = sorted({name for run in runs for name in run.series if run.values(name)})
     shown = [chart for chart in CHARTS if any(name in measured for name in chart.metrics)]
 
@@ -113,7 +80,9 @@ def charts(runs: Sequence[RunData]) -> list[Chart]:
             shown.append(Chart(section, title, tuple(found), tuple(found.values()), form))
 
     named = {name for chart in shown for name in chart.metrics}
-    rest = [name for name in measured if name not in named and not re.fullmatch(NOT_SHOWN, name)]
-    return shown + [
-        Chart("episodes" if name.startswith("environment/") else "more", name, (name,), (name,)) for name in rest
-    ]
+    for name in measured:
+        if name not in named and not re.fullmatch(NOT_SHOWN, name):
+            section, _, last = name.rpartition("/")
+            form = {"fraction": "percent", "seconds": "seconds"}.get(last.rpartition("_")[2], "number")
+            shown.append(Chart("episodes" if section == "environment" else "more", name, (name,), (last,), form))
+    return shown
