@@ -30,8 +30,7 @@ from app.mode.parity import (
     layer_of,
     mean_differences,
 )
-from app.mode.parity.engine import Sampled
-from app.mode.parity.weights import NOISE, Versions, set_weights
+from app.mode.parity.engine import NOISE, Sampled, Versions, set_weights
 from app.model.kernels import CPU_KERNELS
 from app.model.load import load
 from app.model.packing import Packing
@@ -123,7 +122,7 @@ def test_weights_of_another_version_are_detected(rank: int, tiny_model: Path) ->
     prompt = np.arange(4, 10, dtype=np.int32)
     tokens = np.arange(20, 29, dtype=np.int32)
     completion = Completion(tokens, np.zeros(9, dtype=np.float32), FinishReason.stop, spans=())
-    sampled = [Sampled(True, "", prompt, [completion], seed) for seed in (None, 1, 2, 1)]
+    sampled = [Sampled(prompt, [completion], seed) for seed in (None, 1, 2, 1)]
     checkpoint, first, second, again = mean_differences(config, tiny_model, sampled)
     assert first == again
     assert all(
@@ -165,7 +164,7 @@ def test_the_weights_of_the_checkpoint_come_back(tiny_model: Path) -> None:
 def test_a_weight_sync_that_differs_fails(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    different = Sampled(False, "a tensor differs", np.zeros(1, dtype=np.int32), ())
+    different = Sampled(np.zeros(1, dtype=np.int32), (), error="a tensor differs")
     monkeypatch.setattr(parity, "sample", lambda *_: [different])
     assert parity.run(composed(f"model.path={tiny_model}"), tmp_path).exit_code == FAILED_EXIT
     assert "FAIL  weight syncs unlike the exported checkpoint" in capsys.readouterr().out
@@ -212,7 +211,7 @@ def test_the_engine_difference_is_the_mean_over_completion_tokens(tiny_model: Pa
         logprobs = logits.log_softmax(-1)[torch.arange(length), torch.tensor(tokens).long()].detach().numpy()
         completions.append(Completion(tokens, logprobs - np.float32(error), FinishReason.stop, spans=()))
 
-    sampled = Sampled(True, "", prompt, completions)
+    sampled = Sampled(prompt, completions)
     config = composed(f"model.path={tiny_model}")
     assert mean_differences(config, tiny_model, [sampled]) == pytest.approx([9 * 0.4 / 12], abs=1e-5)
 

@@ -29,8 +29,7 @@ from app.config.model import LoraConfig
 from app.device import device_of
 from app.errors import FAILED_EXIT
 from app.mode import ModeResult
-from app.mode.parity.engine import ADAPTER_SEEDS, Sampled, sample
-from app.mode.parity.weights import set_weights
+from app.mode.parity.engine import ADAPTER_SEEDS, Sampled, sample, set_weights
 from app.model.hf_directory import locate
 from app.model.kernels import CPU_KERNELS, Kernels, kernels_of
 from app.model.load import load
@@ -121,11 +120,9 @@ def run(config: RunConfig, folder: Path) -> ModeResult:
 def engine_comparisons(config: RunConfig, path: Path, folder: Path) -> list[Comparison]:
     """Compare an engine's synced weights and its log-probabilities, with LoRA those of each version of the adapters."""
     sampled = sample(config, folder)
-    failed = [each for each in sampled if not each.synced]
-    for each in failed:
-        log.error(each.error)
-    if failed:
-        return [Comparison(SYNCED, float(len(failed)), SYNCED_BOUND)]
+    if error := sampled[-1].error:
+        log.error(error)
+        return [Comparison(SYNCED, 1.0, SYNCED_BOUND)]
 
     bound = max(BOUNDS[config.device.dtype].logprob, ENGINE_FLOAT32)
     names = ADAPTED if config.model.lora.enabled else PERTURBED
