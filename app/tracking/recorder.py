@@ -259,7 +259,7 @@ class RunFolderRecorder:
             dashboard.samples(step, kind, rows)
 
     def _try(self, what: str, write: Callable[[], object]) -> bool:
-        """Write something for people to read, and return whether it was. A run does not end for want of it."""
+        """Write something for people to read, and return whether it was. A failure does not end the run."""
         try:
             write()
             return True

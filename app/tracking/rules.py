@@ -82,26 +82,12 @@ def at_least(limit: float, sentence: str, *, steps: int = 1) -> Problem:
     return problem
 
 
-def policies_differ(history: History, name: str) -> str | None:
-    """Problem: engine and trainer differ by more than rounding; on stale data, by more than a few updates explain."""
-    stale = max(history.last("staleness/max"), default=0.0) > 0
-    floor, limit = (0.1, 0.3) if stale else (1e-3, 0.1)
-    value, earlier = history.last(name)[0], history.before(name)
-    usual = median(earlier) if len(earlier) >= FIRST else math.inf
-    if not value > min(limit, max(floor, 10 * usual)):
-        return None
-
-    what = "The trained policy is far from the rollout policies" if stale else "Engine and trainer differ"
-    return f"{what}: {name} is {value:.3g}{f', median {usual:.2g}' * (usual < math.inf)}."
-
-
 def no_reward_variance(history: History, name: str) -> str | None:
     """Problem: nearly all groups have equal rewards, or most of them for long; expected once the data is solved."""
     recent, longer = history.last(name, 3), history.last(name, 10)
     flat = bool(recent) and min(recent) >= 0.95
     if not flat and not (longer and min(longer) >= 0.75):
         return None
-
     accuracy = history.last("reward/accuracy", 3)
     if accuracy and fmean(accuracy) >= SOLVED and history.smallest[name] < 0.5:
         return None  # it has learned, and its groups are all right
@@ -134,16 +120,16 @@ def accuracy_is_zero(history: History, name: str) -> str | None:
 
 def accuracy_fell(history: History, name: str) -> str | None:
     """Problem: the held-out accuracy falls while the reward rises."""
-    accuracy = history.last(name)[0]
+    accuracy, before = history.last(name)[0], history.first.get(name, [])
     reward, first = history.last("reward/mean", FIRST), history.first.get("reward/mean", [])
     noise = max(0.05, 3 * max(history.last("eval/accuracy_stderr"), default=0.0))
-    if not reward or len(first) < FIRST or accuracy > history.first[name][0] - noise:
+    if not reward or len(first) < FIRST or not before or accuracy > before[0] - noise:
         return None
     if fmean(reward) - fmean(first) <= 2 * max(pstdev(reward), pstdev(first)):
         return None
     return (
         f"The reward rose from {fmean(first):.3g} to {fmean(reward):.3g}, but the held-out accuracy fell from "
-        f"{history.first[name][0]:.1%} to {accuracy:.1%}."
+        f"{before[0]:.1%} to {accuracy:.1%}."
     )
 
 
@@ -155,26 +141,34 @@ def unmoved_weights(history: History, name: str) -> str | None:
     return f"No update so far has changed the weights by more than {largest:.1g} of their size."
 
 
-def entropy_collapse(history: History, name: str) -> str | None:
-    """Problem: entropy is nearly gone although many answers are wrong; with correct answers it is expected."""
-    value = history.last(name)[0]
-    accuracy = history.last("reward/accuracy", 5)
-    first = history.first.get(name, [])
-    if len(first) < FIRST or (accuracy and fmean(accuracy) >= 0.7):
+def policies_differ(history: History, name: str) -> str | None:
+    """Problem: engine and trainer differ by more than rounding; on stale data, by more than a few updates explain."""
+    stale = max(history.last("staleness/max"), default=0.0) > 0
+    floor, limit = (0.1, 0.3) if stale else (1e-3, 0.1)
+    value, earlier = history.last(name)[0], history.before(name)
+    usual = median(earlier) if len(earlier) >= FIRST else math.inf
+    if not value > min(limit, max(floor, 10 * usual)):
         return None
 
-    if value < 0.05 * fmean(first):
-        return f"Entropy fell from {fmean(first):.3g} to {value:.2g}: the policy has almost stopped exploring."
-    return None
+    what = "The trained policy is far from the rollout policies" if stale else "Engine and trainer differ"
+    return f"{what}: {name} is {value:.3g}{f', median {usual:.2g}' * (usual < math.inf)}."
+
+
+def entropy_collapse(history: History, name: str) -> str | None:
+    """Problem: entropy is nearly gone although many answers are wrong; with correct answers it is expected."""
+    value, first = history.last(name)[0], history.first.get(name, [])
+    accuracy = history.last("reward/accuracy", 5)
+    if len(first) < FIRST or (accuracy and fmean(accuracy) >= 0.7) or not value < 0.05 * fmean(first):
+        return None
+    return f"Entropy fell from {fmean(first):.3g} to {value:.2g}: the policy has almost stopped exploring."
 
 
 def throughput_drop(history: History, name: str) -> str | None:
     """Problem: throughput halved."""
-    recent = history.last(name, 3)
-    earlier = history.before(name, 3)
-    if recent and len(earlier) >= 10 and max(recent) < 0.5 * median(earlier):
-        return f"Throughput fell from {median(earlier):.0f} to {fmean(recent):.0f} completion tokens per second."
-    return None
+    recent, earlier = history.last(name, 3), history.before(name, 3)
+    if not recent or len(earlier) < 10 or not max(recent) < 0.5 * median(earlier):
+        return None
+    return f"Throughput fell from {median(earlier):.0f} to {fmean(recent):.0f} completion tokens per second."
 
 
 def stale_data(history: History, name: str) -> str | None:
@@ -279,21 +273,9 @@ RULES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """The metric of a rule at one step, and what is wrong with it."""
-
-    value: float
-    problem: str | None  # one sentence
-
-
-def check_rules(history: History) -> dict[str, Reading]:
-    """Return a reading of each rule whose metric the last step has."""
-    return {
-        name: Reading(history.last(rule.metric)[0], rule.problem(history, rule.metric))
-        for name, rule in RULES.items()
-        if history.last(rule.metric)
-    }
+def check_rules(history: History) -> dict[str, str | None]:
+    """Return the problem, if any, of each rule whose metric the last step has."""
+    return {name: rule.problem(history, rule.metric) for name, rule in RULES.items() if history.last(rule.metric)}
 
 
 class Alarms:
@@ -313,17 +295,13 @@ class Alarms:
     def check(self, step: int, metrics: Mapping[str, float | None]) -> dict[str, str]:
         """Add a step or its evaluation. Return the alarms that it raises: name of the rule → problem and advice."""
         self._history.add(step, metrics)
-        problems = {
-            name: reading.problem for name, reading in check_rules(self._history).items() if reading.problem is not None
-        }
+        problems = {name: problem for name, problem in check_rules(self._history).items() if problem is not None}
 
         raised = {}
         for name, problem in problems.items():
-            if name in self._active or step < self._quiet_until.get(name, step):
-                continue
-            self._quiet_until[name] = step + self._quiet_steps[name]
-            self._quiet_steps[name] *= 4
-            raised[name] = f"{problem} {RULES[name].advice}"
-
+            if name not in self._active and step >= self._quiet_until.get(name, step):
+                self._quiet_until[name] = step + self._quiet_steps[name]
+                self._quiet_steps[name] *= 4
+                raised[name] = f"{problem} {RULES[name].advice}"
         self._active = set(problems)
         return raised

@@ -73,16 +73,6 @@ def test_with_reward_code_the_sandbox_and_the_form_of_the_tests_are_shown(tmp_pa
     assert of(inputs("data=mbpp", "reward=code", f"data.path={rows}"), "code").status is FAIL
 
 
-def test_the_rows_of_local_files_are_counted(tmp_path: Path) -> None:
-    rows = tmp_path / "rows.csv"
-    rows.write_text("question,answer\n" + "1+1=,2\n" * 5)
-    line = [f"data.path={rows}", "data.name=mine"]
-    few, repeated = (each for each in inputs(*line) if each.subject == "data")
-    assert few == Finding("data", "mine: 4 training rows, 1 held-out row; 60 steps are 240 epochs")
-    assert repeated.status is WARN  # the held-out row is in the training set
-    assert [each for each in inputs(*line) if each.subject == "prompts" and each.hint]  # a step is more than the rows
-
-
 def test_the_prompts_of_local_files_are_tokenized(tmp_path: Path, tiny_model: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(f'{{"question": "1+{number}=", "answer": "{1 + number}"}}\n' for number in range(20)))
@@ -246,25 +236,12 @@ def test_the_memory_saver_is_required_in_colocate_only() -> None:
     assert "torch_memory_saver" not in subjects("placement=fully_async") | subjects("offload.engine=false")
 
 
-def disk_of(free: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    usage = SimpleNamespace(free=free, total=2**40)
-    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: usage)
-
-
-def test_a_disk_too_small_for_the_checkpoints_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    disk_of(2**38, monkeypatch)  # 256 GiB
-    newest_two = of(inputs(*MISSION), "disk")
-    assert newest_two.status is FAIL
-    needed = (4 * 12 + 4) * 8_953_803_264 / 2**30  # with the best and the one being written, and the export
-    assert f" {needed:.1f} GiB" in newest_two.message
-    assert of(inputs(*MISSION, "checkpoint.keep=0"), "disk").status is OK
-
-
 @pytest.mark.parametrize(("free", "status"), [(64 * 2**20, FAIL), (2**30, WARN), (2**34, OK)])
 def test_little_shared_memory_warns_and_dockers_default_fails(
     free: int, status: CheckStatus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    disk_of(free, monkeypatch)
+    usage = SimpleNamespace(free=free, total=2**40)
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: usage)
     assert of(doctor.machine(), "shared memory").status is status
 
 

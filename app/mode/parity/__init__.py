@@ -202,13 +202,11 @@ def packed(
     pairs: Sequence[tuple[np.ndarray, Completion]], device: torch.device, advantages: np.ndarray | None = None
 ) -> MicroBatch:
     """Pack prompts [P] int32 and their completions as the trainer does; advantages [S] default to 1."""
-    weights = np.ones(len(pairs)) if advantages is None else advantages
     samples = []
     for index, (prompt, completion) in enumerate(pairs):
         sequence = TokenSequence.of(Prompt("parity/0@0", prompt, answer="", source="parity"), completion)
-        samples.append(
-            Sample(sequence, float(weights[index]), 1.0, ("parity/0@0", index, 0), len(completion.token_ids))
-        )
+        advantage = 1.0 if advantages is None else float(advantages[index])
+        samples.append(Sample(sequence, advantage, 1.0, ("parity/0@0", index, 0), len(completion.token_ids)))
     return pack(samples, device)
 
 
@@ -233,16 +231,16 @@ def comparisons(outcome: Outcome, reference: Outcome, bounds: Bounds) -> list[Co
         Comparison("loss", abs(outcome.loss - reference.loss), bounds.loss),
     ]
 
-    # per layer: squared norms of the difference and of the reference
-    squared: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    errors: dict[str, float] = defaultdict(float)  # by layer: squared norm of the difference
+    sizes: dict[str, float] = defaultdict(float)  # and of the reference
     for name, expected in reference.gradients.items():
         actual = outcome.gradients.get(name)
-        sums = squared[layer_of(name)]
-        sums[0] += math.inf if actual is None else (actual - expected).double().square().sum().item()
-        sums[1] += expected.double().square().sum().item()
+        layer = layer_of(name)
+        errors[layer] += math.inf if actual is None else (actual - expected).double().square().sum().item()
+        sizes[layer] += expected.double().square().sum().item()
 
-    for layer, (error, size) in squared.items():
-        relative = math.sqrt(error / size) if size > 0 else math.sqrt(error)
+    for layer, error in errors.items():
+        relative = math.sqrt(error / (sizes[layer] or 1.0))
         lines.append(Comparison(f"gradient of {layer}", relative, bounds.gradient))
     return lines
 

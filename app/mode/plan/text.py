@@ -59,8 +59,8 @@ def _teacher_cache(config: RunConfig, plan: MemoryPlan) -> str:
         return f"  teacher: no estimate, the shapes of teacher.path={config.teacher.path} are not on this machine"
     if plan.teacher.cache_bytes <= 0:
         return f"  teacher: NO ROOM: weights take {_gib(plan.teacher.weights)} of a device; raise teacher.devices"
-    tokens, longest = plan.teacher.kv_tokens, config.rollout.max_tokens
-    at_once = min(filter(None, (tokens // longest, plan.teacher.state_requests)), default=0)
+    longest = config.rollout.max_tokens
+    tokens, at_once = plan.teacher.kv_tokens, plan.teacher.fitting(longest)
     return f"  teacher: KV cache of {tokens:,} tokens; {at_once:,} sequences of {longest:,} tokens at once"
 
 
@@ -86,16 +86,14 @@ def _caches(config: RunConfig, model: Architecture, engine: EngineMemoryPlan, fl
         f"  KV cache: {model.full_layers} of {model.layers} layers, {engine.token_bytes:,} bytes per "
         f"token and engine rank; {engine.kv_tokens:,} tokens per engine"
     ]
-    longest = rollout.max_tokens
-    fitting = engine.kv_tokens // longest
     if engine.state_requests is not None:
-        fitting = min(fitting, engine.state_requests)
         lines.append(
             f"  recurrent states: {engine.states_per_request} of {engine.state_bytes / MIB:.1f} MiB per request and "
             f"engine rank; {engine.state_requests:,} requests"
         )
+    longest = rollout.max_tokens
     lines.append(
-        f"  {fitting:,} completions of {longest:,} tokens fit per engine at once; "
+        f"  {engine.fitting(longest):,} completions of {longest:,} tokens fit per engine at once; "
         f"the run keeps up to {config.requests_per_engine:,} in flight on each, shorter ones need less"
     )
     return lines
@@ -137,13 +135,11 @@ def _radix_cache(config: RunConfig, device: Device, model: Architecture, flags: 
 
     limit = capacity(config, device).bytes
     half = config.rollout.max_tokens // 2
-    fitting = []
-    for off in (False, True):
-        engine = plan_engine(config, device, model, {**flags, RADIX_OFF: off}, limit)
-        requests = min(engine.state_requests or 0, engine.kv_tokens // half, int(str(flags["max-running-requests"])))
-        fitting.append(requests)
-
-    cached, alone = fitting
+    running = int(str(flags["max-running-requests"]))
+    cached, alone = (
+        min(running, plan_engine(config, device, model, {**flags, RADIX_OFF: off}, limit).fitting(half))
+        for off in (False, True)
+    )
     line = f"  radix cache: {cached:,} completions of {half:,} tokens at a time with it, {alone:,} without"
     if flags.get(RADIX_OFF):
         return [f"{line}; it is off: each completion and turn prefills its whole prompt"]

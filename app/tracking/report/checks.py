@@ -10,7 +10,7 @@ from statistics import fmean
 
 from app.tracking.number_format import count, duration, plural, seconds
 from app.tracking.report.data import RunData
-from app.tracking.rules import RULES, History, Reading, check_rules
+from app.tracking.rules import RULES, History, check_rules
 
 NOISE = 0.02  # smaller changes of accuracy do not count as learning
 PHASES = {  # phase → its label, how to shorten it
@@ -131,25 +131,25 @@ def rules_check(run: RunData) -> Check:
 def rule_checks(run: RunData) -> list[Check]:
     """Check each rule whose metric was measured."""
     history = History(max_staleness=run.config.get("placement.max_staleness", math.inf))
-    found: dict[str, list[Reading]] = {name: [] for name in RULES}
+    found: dict[str, list[tuple[float, str | None]]] = {name: [] for name in RULES}  # value and problem of each step
     for row in run.rows:
         history.add(row["step"], row)
-        for name, reading in check_rules(history).items():
-            found[name].append(reading)
-    return [_rule_check(name, readings) for name, readings in found.items() if readings]
+        for name, problem in check_rules(history).items():
+            found[name].append((history.last(RULES[name].metric)[0], problem))
+    return [_rule_check(name, steps) for name, steps in found.items() if steps]
 
 
-def _rule_check(name: str, all_readings: list[Reading]) -> Check:
-    """Summarize the readings that judge a rule."""
+def _rule_check(name: str, steps: list[tuple[float, str | None]]) -> Check:
+    """Summarize the steps that judge a rule."""
     rule = RULES[name]
-    readings = all_readings[-1:] if rule.at_end else all_readings
-    value = max((reading.value for reading in readings if math.isfinite(reading.value)), default=math.nan)
+    judged = steps[-1:] if rule.at_end else steps
+    value = max((value for value, _ in judged if math.isfinite(value)), default=math.nan)
     shown = count(value) if value >= 1000 else f"{value:.3g}"
     if rule.metric.endswith("_fraction"):
         shown = f"{value:.1%}"
 
-    problems = [reading.problem for reading in readings if reading.problem is not None]
+    problems = [problem for _, problem in judged if problem is not None]
     if problems:
         return Check(name, shown, f"{problems[-1]} {rule.advice}", Tone.warning)
-    over = any(reading.problem is not None for reading in all_readings)
+    over = any(problem is not None for _, problem in steps)
     return Check(name, shown, f"{rule.metric}, {'last step' if rule.at_end else 'largest'}", Tone.good, over)
