@@ -77,7 +77,7 @@ class Progress:
 
     Attributes:
         run_id: The run id of the earlier attempt; None for a new run.
-        held: The last step that the dashboard has from earlier attempts; -1 if there is none.
+        last_step: The last step that the dashboard has from earlier attempts; -1 if there is none.
     """
 
     def __init__(self, options: DashboardOptions) -> None:
@@ -85,7 +85,7 @@ class Progress:
         resumed = options.resumed_at is not None and self._path.exists()
         self._content = json.loads(self._path.read_text(encoding="utf-8")) if resumed else {}
         self.run_id: str | None = self._content.get("run_id")
-        self.held = int(self._content.get("last_step", -1))
+        self.last_step = int(self._content.get("last_step", -1))
 
     def opened(self, run_id: str) -> None:
         """Save the dashboard's run id."""
@@ -93,7 +93,7 @@ class Progress:
 
     def confirm(self, step: int) -> None:
         """Save that the dashboard has every step up to this one, which was sent: it may lose it until then."""
-        self._write(last_step=max(self.held, step))
+        self._write(last_step=max(self.last_step, step))
 
     def _write(self, **content: str | int) -> None:
         self._content.update(content)

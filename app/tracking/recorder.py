@@ -42,8 +42,8 @@ class RunFolderRecorder:
     """Records the run of `config` in `folder`, which is created.
 
     Lifecycle: `resume` (to continue an earlier attempt, or after a trainer restart), then `log`, `log_samples` and
-    `log_prompts` for every step, then `finish`. A context manager calls `finish` itself: finished, or interrupted or
-    failed depending on the exception.
+    `log_prompts` for every step. The end of the context writes the last files, closes the dashboards and prints the
+    outcome: finished, or interrupted or failed depending on the exception.
 
     Example:
         with RunFolderRecorder(config, folder) as recorder:
@@ -63,7 +63,6 @@ class RunFolderRecorder:
         self._step = 0
         self._warned: dict[str, int] = {}  # text → step
         self._warning_lock = threading.Lock()
-        self._finished = False
         self._kept: Mapping[str, str] = {}  # for the last lines
         self._summary = Summary(folder)
         self._open_records()  # also of an earlier attempt, so that a resume that fails at its start keeps the totals
@@ -135,7 +134,7 @@ class RunFolderRecorder:
         Args:
             step: The step that the evaluation follows; 0 is before training.
             results: The metrics of each evaluation set.
-            groups: The groups that were sampled; some are written to `samples/eval_<step>.jsonl`.
+            groups: The sampled groups; some are written to `samples/eval_<step>.jsonl`.
             decode: Converts prompt tokens to the question's text for the samples.
         """
         self.log_samples(step, groups, decode, kind="eval")
@@ -186,21 +185,26 @@ class RunFolderRecorder:
 
         log.warning(text)
 
-    def finish(self, status: Status | str, error: str | None = None) -> None:
-        """End the run: write the last files, close the dashboards and print the outcome. Later calls do nothing."""
-        if self._finished:
-            return
-        self._finished = True
+    def __enter__(self) -> "RunFolderRecorder":
+        return self
 
-        status = Status(status)
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        status, message = Status.finished, None
+        if isinstance(error, (KeyboardInterrupt, Interrupted)):
+            status, message = Status.interrupted, str(error) or "Ctrl-C"
+        elif error is not None:
+            status, message = Status.failed, f"{type(error).__name__}: {error}"
+
         self._metrics.close()
-        self._summary.end(status, error)
+        self._summary.end(status, message)
         unsaved: OSError | None = None
         try:
             self._summary.write()
-        except OSError as error:
-            unsaved = error
-            self.warn(f"{self.folder / summary.NAME} still says that the run is running: {describe(error)}")
+        except OSError as problem:
+            unsaved = problem
+            self.warn(f"{self.folder / summary.NAME} still says that the run is running: {describe(problem)}")
 
         self._try(timeline.NAME, partial(self.timeline.write, self.folder))
         written = {"timeline": self.folder / timeline.NAME} if (self.folder / timeline.NAME).exists() else {}
@@ -210,19 +214,6 @@ class RunFolderRecorder:
         self._console.end(status.value, totals, {**self._write_report(), **written, **self._kept})
         if unsaved is not None and status is Status.finished:
             raise unsaved
-
-    def __enter__(self) -> "RunFolderRecorder":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None:
-            self.finish(Status.finished)
-        elif isinstance(error, (KeyboardInterrupt, Interrupted)):
-            self.finish(Status.interrupted, str(error) or "Ctrl-C")
-        else:
-            self.finish(Status.failed, f"{type(error).__name__}: {error}")
 
     def _open_records(self) -> None:
         """Open `metrics.jsonl`, and take summary and alarms from its rows."""

@@ -77,7 +77,7 @@ class WeightsAndBiases:
             self._resume(options, options.resumed_at)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        if step > self._progress.held:
+        if step > self._progress.last_step:
             self._run.log(dict(metrics), step=step)
             self._sent = step
         elif step == self._resumed_at:  # an evaluation that was interrupted: its step can get no more points
@@ -86,10 +86,10 @@ class WeightsAndBiases:
     def _resume(self, options: DashboardOptions, resumed_at: int) -> None:
         """Send the steps up to `resumed_at` that W&B did not confirm."""
         # Online the server names the first step that it lacks; offline it is 0.
-        held = self._progress.held = max(self._progress.held, self._run.starting_step - 1)
-        if held > resumed_at:
+        sent = self._progress.last_step = max(self._progress.last_step, self._run.starting_step - 1)
+        if sent > resumed_at:
             options.warn(
-                f"wandb cannot replace steps {resumed_at + 1} to {held}, which an earlier attempt sent: its "
+                f"wandb cannot replace steps {resumed_at + 1} to {sent}, which an earlier attempt sent: its "
                 "chart keeps them. metrics.jsonl and report.html have those of this attempt."
             )
         for row in metrics_file.read(options.metrics):
@@ -101,7 +101,7 @@ class WeightsAndBiases:
         self._run.alert(title=title, text=f"step {step}: {text}", level="WARN")
 
     def samples(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        if step > self._progress.held:
+        if step > self._progress.last_step:
             self._run.log({f"samples/{name}": samples_table(rows)}, step=step)
 
     def close(self, status: str) -> None:

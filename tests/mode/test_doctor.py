@@ -73,22 +73,15 @@ def test_with_reward_code_the_sandbox_and_the_form_of_the_tests_are_shown(tmp_pa
     assert of(inputs("data=mbpp", "reward=code", f"data.path={rows}"), "code").status is FAIL
 
 
-def test_the_prompts_of_local_files_are_tokenized(tmp_path: Path, tiny_model: Path) -> None:
+def test_the_first_prompt_of_local_files_is_rendered(tmp_path: Path, tiny_model: Path) -> None:
     rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(f'{{"question": "1+{number}=", "answer": "{1 + number}"}}\n' for number in range(20)))
-    line = [f"model.path={tiny_model}", f"data.path={rows}", "data.eval_fraction=0.5", "algorithm.prompts_per_step=8"]
-    shown = json.loads(of(inputs(*line, "data.shuffle=false", "data.suffix=?"), "first prompt").message)
-    assert shown.startswith("1+")
-    assert shown.endswith("=?")
-
-    tokenizer = load_tokenizer(tiny_model)
-    chat = [*line, "data.shuffle=false", "data.template=chat", "data.system=Add."]
-    messages = [{"role": "system", "content": "Add."}, {"role": "user", "content": shown.removesuffix("?")}]
-    rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert json.loads(of(inputs(*chat), "first prompt").message) == rendered
-
-    *_, short = (each for each in inputs(*line, "rollout.max_prompt_tokens=4") if each.subject == "prompts")
-    assert short.status is WARN
+    rows.write_text('{"question": "1+1=", "answer": "2"}\n' * 20)
+    line = [f"model.path={tiny_model}", f"data.path={rows}", "data.template=chat", "data.system=Add."]
+    messages = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1="}]
+    rendered = load_tokenizer(tiny_model).apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert json.loads(of(inputs(*line), "first prompt").message) == rendered
+    short = [each for each in inputs(*line, "rollout.max_prompt_tokens=4") if each.subject == "prompts"]
+    assert [each.status for each in short] == [FAIL]
 
 
 def test_versions_outside_the_range_fail_and_plugins_must_match_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,28 +117,16 @@ def test_the_driver_is_compared_with_torchs_cuda(
     assert [one.status for one in found if one.subject == "driver"] == statuses
 
 
-def test_torchs_cuda_is_read_from_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert doctor_device.torch_cuda() is None  # the CPU build of this machine
-    (tmp_path / "version.py").write_text("debug = False\ncuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n")
-    monkeypatch.setattr(doctor_device, "find_spec", lambda _: SimpleNamespace(origin=str(tmp_path / "__init__.py")))
-    assert doctor_device.torch_cuda() == "13.0"
-
-
-@pytest.mark.parametrize("found", [True, False])
+@pytest.mark.parametrize(("found", "statuses"), [(True, [OK, OK]), (False, [WARN, FAIL])])
 def test_the_compiler_and_the_memory_savers_library_are_looked_for(
-    found: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    found: bool, statuses: list[CheckStatus], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "bin").mkdir()
-    if found:
-        (tmp_path / "bin" / "nvcc").write_text("#!/bin/sh\n")
-        (tmp_path / "bin" / "nvcc").chmod(0o755)
-    monkeypatch.setenv("PATH", "")
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.setattr(doctor_device.shutil, "which", lambda name, path=None: f"/{name}" if found else None)
     monkeypatch.setattr(doctor_device, "library_folders", lambda: ["/pip/lib"] if found else [])
     monkeypatch.setattr(doctor_device, "find_library", lambda _: None)
-    compiler, library = checked(doctor_device.nvidia, "device=cuda", "model=qwen3_4b")
-    if found or not Path("/usr/local/cuda/bin/nvcc").exists():
-        assert (compiler.status, library.status) == ((OK, OK) if found else (WARN, FAIL))
+    monkeypatch.setattr(doctor_device, "torch_cuda", lambda: None)
+    colocated = checked(doctor_device.nvidia, "device=cuda", "model=qwen3_4b")
+    assert [(one.subject, one.status) for one in colocated] == [*zip(("nvcc", "libcudart"), statuses, strict=True)]
     asynchronous = checked(doctor_device.nvidia, "device=cuda", "model=qwen3_4b", "placement=fully_async")
     assert [one.subject for one in asynchronous] == ["nvcc"]
 

@@ -128,15 +128,6 @@ def test_a_run_whose_error_is_long_has_failed_on_a_full_disk_too(mounted: Mount)
     assert found["error"].startswith("RunError: engine 0 died")
 
 
-def test_a_disk_without_room_for_the_folder_gets_one_sentence(mounted: Mount, tmp_path: Path, tiny_model: Path) -> None:
-    disk = mounted("64k")
-    fill(disk)
-    code, text = run_app(f"hydra.run.dir={disk / 'run'}", "checkpoint.keep=0", "checkpoint.export=false", cwd=tmp_path)
-    assert code == 1
-    assert "No space left on device" in text
-    assert len(text.splitlines()) == 1
-
-
 @pytest.mark.slow
 def test_a_run_whose_disk_fills_up_ends_with_its_sentence(mounted: Mount, tmp_path: Path, tiny_model: Path) -> None:
     folder = mounted("128k") / "run"

@@ -60,12 +60,6 @@ def test_the_plan_counts_the_rows_of_local_files(tmp_path: Path) -> None:
     assert "Data: refused" in describe(composed(f"data.path={rows}"))
 
 
-def test_a_mistyped_evaluation_file_is_found_beside_a_hub_data_set() -> None:
-    line = ["data=gsm8k", "++data.eval_sets={mine: {path: none.jsonl}}"]
-    assert list(problems(composed(*line))) == ["data"]
-    assert problems(composed("data=gsm8k", "model=qwen3_4b")) == {}
-
-
 def test_a_plan_that_does_not_fit_shows_what_would() -> None:
     line = ["model=hf", "model.path=Qwen/Qwen3-4B", "device=cuda"]
     assert "To make it fit" not in describe(composed(*line))

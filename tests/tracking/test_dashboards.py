@@ -179,9 +179,9 @@ def test_progress_keeps_the_run_for_a_resume_and_the_last_step_only_once_confirm
     first = Progress(new)
     first.opened("abc")
     killed = Progress(resumed)
-    assert (killed.run_id, killed.held) == ("abc", -1)
+    assert (killed.run_id, killed.last_step) == ("abc", -1)
     first.confirm(3)
     Progress(resumed).confirm(-1)  # nothing was sent
     second = Progress(resumed)
-    assert (second.run_id, second.held) == ("abc", 3)
+    assert (second.run_id, second.last_step) == ("abc", 3)
     assert Progress(new).run_id is None

@@ -1,5 +1,4 @@
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -68,28 +67,6 @@ def test_a_warning_is_reported_once_and_again_where_its_step_is_trained_again(tm
             recorder.warn(text)
     lines = [json.loads(line) for line in (tmp_path / "logs/warnings.jsonl").read_text().splitlines()]
     assert [(line["step"], line["text"]) for line in lines] == [(0, "before"), (2, "later")]
-
-
-def test_records_that_are_set_aside_are_on_disk_before_they_leave_their_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    flushed = []
-    fsync = os.fsync
-
-    def recorded(handle: int) -> None:
-        flushed.append(str(Path(os.readlink(f"/proc/self/fd/{handle}")).relative_to(tmp_path)))
-        fsync(handle)
-
-    with RunFolderRecorder(RunConfig(steps=6), tmp_path) as recorder:
-        for step in (1, 2, 3):
-            recorder.log(step, metrics(step))
-            recorder.log_prompts(step, trained=[f"a/{step}@0"], filtered=[])
-        monkeypatch.setattr(os, "fsync", recorded)
-        recorder.resume(2)
-        monkeypatch.undo()
-    moved = [f"{name}.jsonl" for name in ("metrics", "prompts")]
-    expected = [[f"aside_1/{name}.tmp", "aside_1", ".", f"{name}.tmp", "."] for name in moved]
-    assert flushed == expected[0] + expected[1]
 
 
 def test_a_resumed_run_sets_later_steps_aside_and_its_summary_covers_the_whole_run(tmp_path: Path) -> None:

@@ -1,20 +1,13 @@
-import asyncio
 import json
 from html.parser import HTMLParser
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
 
 from app.config import Mode, RunConfig
-from app.config.device import DeviceKind
-from app.data.counts import RowCounts
-from app.device import device_of
-from app.errors import RunError
 from app.mode.report import write_comparison
-from app.start import session
 from app.tracking.recorder import RunFolderRecorder
 from app.tracking.report import data as report_data
 from app.tracking.report.charts import charts
@@ -157,34 +150,13 @@ def test_an_evaluation_has_a_table_of_its_sets_and_no_training_checks(tmp_path: 
     assert (samples["step"], [row["reward"] for row in samples["rows"]]) == (20, [0.0, 1.0])
 
 
-def test_shares_of_time_are_shares_of_the_sums(tmp_path: Path) -> None:
-    """The medians of these phases are 1 s of a median step of 5 s, though a step does nothing else."""
-    phases = [(1.0, 4.0), (1.0, 4.0), (9.0, 1.0), (9.0, 1.0), (1.0, 4.0)]
-    rows = [{"time/step": one + two, "time/generate": one, "time/train": two} for one, two in phases]
-    run = recorded(tmp_path, *rows)
-    assert "7.00 s: generate 60%, train 40%, other 0%." in time_check(run).explanation
-
-
-def test_warnings_about_the_inputs_are_in_the_report_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The data is read before the run's folder exists, and a resumed run warns again."""
-    counts = RowCounts({"mine": 47}, {"mine": 10}, [], 0, {})
-    inputs = SimpleNamespace(prompts=SimpleNamespace(counts=counts), warnings=("9 of the 10 questions",))
-    monkeypatch.setattr(session, "take_inputs", lambda config, status: inputs)
-
-    def stop(*_: object, **__: object) -> None:
-        raise RunError("nothing else is started in this test")
-
-    monkeypatch.setattr("app.start.session.Scorer", stop)
-
-    async def start(recorder: RunFolderRecorder) -> None:
-        async with session.start_rollout_workers(RunConfig(), device_of(DeviceKind.cuda), tmp_path, recorder):
-            pass
-
-    for _ in range(2):
-        with pytest.raises(RunError), RunFolderRecorder(RunConfig(), tmp_path) as recorder:
-            asyncio.run(start(recorder))
-        words = Page(tmp_path / "report.html").words
-        assert words.count("step 0 9 of the 10 questions") == 1
+def test_warnings_and_facts_are_in_the_report_once(tmp_path: Path) -> None:
+    for _ in range(2):  # a resumed run warns again
+        with RunFolderRecorder(RunConfig(), tmp_path) as recorder:
+            recorder.warn("9 of the 10 <questions>")
+            recorder.note("rows", {"data/training_rows": 47, "data/evaluation_rows": 10})
+    words = Page(tmp_path / "report.html").words
+    assert words.count("step 0 9 of the 10 <questions>") == 1
     assert "47 training rows · 10 evaluation rows" in words
 
 
@@ -273,20 +245,36 @@ def test_learning_is_judged_by_every_held_out_accuracy(tmp_path: Path, accuracy:
     assert learning_check(recorded(tmp_path, *({"eval/accuracy": value} for value in accuracy))).answer == answer
 
 
-def test_without_an_evaluation_learning_is_judged_by_the_reward_and_phase_overlap_is_mentioned(tmp_path: Path) -> None:
-    times = {"time/step": 1.0, "time/generate": 0.9, "time/train": 0.8, "time/sync": 0.01}
-    run = recorded(tmp_path, *({"reward/mean": step / 10, **times} for step in range(1, 11)))
-    assert learning_check(run).answer == "Yes"
-    assert "from 0.15 (first fifth) to 0.95 (last fifth)" in learning_check(run).explanation
-    assert "generate 90%, train 80%, sync 1%, other 0% (phases overlap)" in time_check(run).explanation
-
-
-@pytest.mark.parametrize(("losses", "answer"), [([2.0, 1.5, 1.2, 1.0, 0.9], "Yes"), ([1.0] * 5, "Not visibly")])
-def test_a_supervised_run_is_judged_by_its_cross_entropy_and_named_so(
-    losses: list[float], answer: str, tmp_path: Path
+@pytest.mark.parametrize(
+    ("mode", "metric", "values", "answer"),
+    [
+        ("train", "reward/mean", [step / 10 for step in range(1, 11)], "Yes"),
+        ("train", "reward/mean", [0.5] * 10, "Not visibly"),
+        ("train", "reward/mean", [0.5] * 3, "Too early"),
+        ("sft", "loss/ce", [2.0, 1.5, 1.2, 1.0, 0.9], "Yes"),
+        ("sft", "loss/ce", [1.0] * 5, "Not visibly"),
+    ],
+)
+def test_without_an_evaluation_learning_is_judged_by_the_reward_or_the_cross_entropy(
+    mode: str, metric: str, values: list[float], answer: str, tmp_path: Path
 ) -> None:
-    config = composed("mode=sft", "eval.every=0")
+    config = composed(f"mode={mode}", "eval.every=0")
     save_config(config, tmp_path)
-    run = recorded(tmp_path, *({"loss/ce": loss, "time/step": 1.0} for loss in losses), config=config)
+    run = recorded(tmp_path, *({metric: value} for value in values), config=config)
     assert learning_check(run).answer == answer
-    assert run.label.split(" · ")[1] == "sft"
+    assert run.label.split(" · ")[1] == ("sft" if mode == "sft" else "grpo")
+
+
+@pytest.mark.parametrize(
+    ("phases", "shown"),
+    [
+        # Their medians are 1 s of a median step of 5 s, though a step does nothing else.
+        ([(5, 1, 4), (5, 1, 4), (10, 9, 1), (10, 9, 1), (5, 1, 4)], "7.00 s: generate 60%, train 40%, other 0%."),
+        ([(1, 0.9, 0.8)] * 3, "1.00 s: generate 90%, train 80%, other 0% (phases overlap)."),
+    ],
+)
+def test_shares_of_time_are_shares_of_the_sums(
+    phases: list[tuple[float, float, float]], shown: str, tmp_path: Path
+) -> None:
+    rows = ({"time/step": whole, "time/generate": one, "time/train": two} for whole, one, two in phases)
+    assert shown in time_check(recorded(tmp_path, *rows)).explanation

@@ -96,12 +96,12 @@ async def _sample(config: RunConfig, folder: Path) -> list[Sampled]:
 
     async with (
         start_rollout_workers(config, device, folder, recorder) as workers,
-        start_trainer_workers(config, device, folder, workers, first=True) as made,
+        start_trainer_workers(config, device, folder, workers, first=True) as training,
     ):
-        await made.trainer.attach(EXTENSION, Versions)
+        await training.trainer.attach(EXTENSION, Versions)
         sampled: list[Sampled] = []
         for version, seed in enumerate(seeds):
-            sampled.append(await _sample_version(config, workers, made, recorder, version, seed))
+            sampled.append(await _sample_version(config, workers, training, recorder, version, seed))
             if sampled[-1].error:
                 break
         return sampled
@@ -110,7 +110,7 @@ async def _sample(config: RunConfig, folder: Path) -> list[Sampled]:
 async def _sample_version(
     config: RunConfig,
     workers: RolloutWorkers,
-    made: TrainerWorkers,
+    training: TrainerWorkers,
     recorder: StderrRecorder,
     version: int,
     seed: int | None,
@@ -118,19 +118,19 @@ async def _sample_version(
     prompt = np.random.default_rng(0).integers(4, 60, PROMPT_TOKENS).astype(np.int32)
     request = GroupRequest(f"parity/{version}@0", prompt, GROUP_SIZE, Sampling(1.0, 1.0, MAX_TOKENS), version)
     adapters = config.model.lora.enabled
-    devices = TimeSharing(config.offload, made.trainer, workers.pool, workers.supervisor, adapters=adapters)
+    devices = TimeSharing(config.offload, training.trainer, workers.pool, workers.supervisor, adapters=adapters)
     colocated = config.placement.kind is PlacementKind.colocate
 
     if colocated and version:
         await devices.give_to_trainer()
     if version or seed is not None:
-        await made.trainer.call(EXTENSION, Versions.set, seed=seed)
+        await training.trainer.call(EXTENSION, Versions.set, seed=seed)
     recorder.status("syncing weights")
     try:
         if colocated:
-            await devices.give_to_engines(lambda: made.synchronizer.sync(version))
+            await devices.give_to_engines(lambda: training.synchronizer.sync(version))
         else:
-            await made.synchronizer.sync(version)
+            await training.synchronizer.sync(version)
     except SyncError as error:
         return Sampled(prompt, (), seed, str(error))
 

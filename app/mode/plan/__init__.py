@@ -72,15 +72,15 @@ def _devices(config: RunConfig) -> list[str]:
     kind = config.device.kind.name
     first_engine_device = 0 if placement.kind is PlacementKind.colocate else placement.trainer_ranks
     total = config.device_count
-    first_of_teacher = total - config.teacher_devices
+    first_teacher_device = total - config.teacher_devices
 
     lines = [f"{config.model.name} · {config.trained_by} · {placement.kind.name} on {total} {kind} device(s)"]
     for device in range(total):
         roles = []
         if device < placement.trainer_ranks:
             roles.append(f"trainer rank {device}")
-        if device >= first_of_teacher:
-            roles.append(f"teacher (tensor-parallel rank {device - first_of_teacher} of {config.teacher_devices})")
+        if device >= first_teacher_device:
+            roles.append(f"teacher (tensor-parallel rank {device - first_teacher_device} of {config.teacher_devices})")
         elif device >= first_engine_device and not config.rollout.urls:
             engine, rank = divmod(device - first_engine_device, width)
             roles.append(f"engine {engine} (tensor-parallel rank {rank} of {width})")
