@@ -263,26 +263,23 @@ class RunFolderRecorder:
 
     def _open_dashboards(self) -> list[dashboards.DashboardWorker]:
         if self._dashboards is None:
-            tracking = self.config.tracking
-            shown = _shown(self.config, self.folder) if tracking.use else {}
-            self._dashboards = [
-                dashboards.DashboardWorker(
-                    name,
-                    dashboards.DashboardOptions(
-                        config=shown,
-                        folder=self.folder / dashboards.FOLDER / name,
-                        metrics=self.folder / metrics_file.NAME,
-                        project=tracking.project,
-                        run_name=tracking.run_name or f"{self.folder.parent.name}/{self.folder.name}",
-                        offline=tracking.offline,
-                        resumed_at=self._resumed_at,
-                        warn=self.warn,
-                        args=tracking.args,
-                    ),
-                )
-                for name in tracking.use
-            ]
+            names = self.config.tracking.use
+            self._dashboards = [dashboards.DashboardWorker(name, self._options(name)) for name in names]
         return self._dashboards
+
+    def _options(self, name: str) -> dashboards.DashboardOptions:
+        tracking = self.config.tracking
+        return dashboards.DashboardOptions(
+            config=_shown(self.config, self.folder),
+            folder=self.folder / dashboards.FOLDER / name,
+            metrics=self.folder / metrics_file.NAME,
+            project=tracking.project,
+            run_name=tracking.run_name or f"{self.folder.parent.name}/{self.folder.name}",
+            offline=tracking.offline,
+            resumed_at=self._resumed_at,
+            warn=self.warn,
+            args=tracking.args,
+        )
 
     def _write_report(self) -> dict[str, Path | str]:
         from app.tracking.report.page import NAME, unhealthy, write_report
