@@ -30,8 +30,7 @@ from app.errors import CheckpointError, ConfigError, RunError, echo
 from app.recovery.environment_references import save_references
 from app.recovery.resume import NEVER, apply_resume, checkpoint_of, has_checkpoint, holds_run, require_unused
 from app.recovery.run_lock import run_lock
-from app.tracking.run_folder import CONFIG
-from app.tracking.run_folder.aside import set_all_aside
+from app.tracking.run_folder import CONFIG, set_all_aside
 from app.utils.files import replace_file
 
 DRIVER_LOG = Path("logs") / "driver.log"

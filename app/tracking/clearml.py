@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Mapping
 from typing import Any
 
-from app.tracking.dashboard import DashboardOptions, Progress
+from app.tracking.dashboards import DashboardOptions, Progress
 from app.tracking.run_folder import flatten
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ class ClearML:
         from clearml import Task
 
         self._folder = options.folder
-        self._progress = Progress(options.folder.with_suffix(".json"), resumed=options.resumed_at is not None)
+        self._progress = Progress(options)
         offline = options.offline or os.environ.get("CLEARML_OFFLINE_MODE", "0") not in ("", "0")
         task_id = self._progress.run_id
         if offline or (task_id is not None and task_id.startswith("offline-")):

@@ -29,9 +29,12 @@ from app.config import Mode, RunConfig
 from app.config.checkpoint import CheckpointConfig
 from app.tracking.number_format import aligned, count, duration, evaluation_rows, plural, seconds
 
+SHOWN = (  # name, metric, format
+    ("reward", "reward/mean", "{:6.3f}"),
+    ("accuracy", "reward/accuracy", "{:6.1%}"),
+    ("cross-entropy", "loss/ce", "{:6.3f}"),
+)
 PHASES = (("generate", "cyan"), ("train", "magenta"), ("sync", "yellow"))
-BAR_CELLS = 12
-ELAPSED_WIDTH = 12  # of "12 min 34 s"
 MEDIAN_STEPS = 20
 ESTIMATE_STEPS = 10
 ESTIMATE_S = 120.0
@@ -68,10 +71,10 @@ class RunConsole:
             self._progress.update(self._task, status=text)
         elif not self._terminal or self._config.mode is Mode.eval:
             elapsed = duration(time.monotonic() - self._started)
-            self._print(Text(f"{elapsed:>{ELAPSED_WIDTH}}  {text}", "dim"))
+            self._print(Text(f"{elapsed:>12}  {text}", "dim"))
 
     def note(self, text: str) -> None:
-        """Print something to know about the run."""
+        """Print a fact about the run."""
         self._print(Text(text))
 
     def resume(self, step: int, first_accuracy: float | None = None) -> None:
@@ -84,21 +87,20 @@ class RunConsole:
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Print the metrics of a step that were measured, in one line."""
-        line = step_line(step, self._config.steps, metrics, bar=self._terminal)
-        line.append(self._time_left(step, metrics.get("time/step", 0.0)), "dim")
+        line = step_line(step, self._config.steps, metrics).append(self._time_left(step, metrics), "dim")
         if self._terminal:
             line.truncate(self._console.width, overflow="ellipsis")
         self._print(line)
         if self._progress is not None:
             self._progress.update(self._task, completed=step, status="")
 
-    def _time_left(self, step: int, step_s: float) -> str:
+    def _time_left(self, step: int, metrics: Mapping[str, float]) -> str:
         """Return an estimate for every tenth plain line, or every two minutes of steps; else, or at the end, nothing.
 
         It is the median of the last steps times the steps that are left. Evaluations and checkpoints come on top.
         """
-        self._step_seconds.append(step_s)
-        self._unannounced_s += step_s
+        self._step_seconds.append(metrics.get("time/step", 0.0))
+        self._unannounced_s += self._step_seconds[-1]
         left = self._config.steps - step
         due = step % ESTIMATE_STEPS == 0 or self._unannounced_s >= ESTIMATE_S
         if self._terminal or not due or left <= 0:
@@ -110,7 +112,7 @@ class RunConsole:
     def log_eval(self, step: int, results: Mapping[str, Mapping[str, float]]) -> None:
         """Print an evaluation.
 
-        In training: the accuracy of each set in one line and, for a single set, the change since the first evaluation.
+        In training: the accuracy of each set and, of a single set, the change since the first evaluation.
         In `mode=eval`: a table of the sets.
         """
         if self._config.mode is Mode.eval:
@@ -145,21 +147,15 @@ class RunConsole:
 
     def _header(self) -> None:
         config = self._config
-        title = Text("\n").append(config.model.name, "bold cyan")
-        choices = [config.trained_by, config.placement.kind.value, config.device.kind.value]
-        if config.mode is Mode.eval:
-            choices = ["evaluation", config.device.kind.value]
-        for choice in choices:
-            title.append(" · ", "dim").append(choice, "bold")
-        self._print(title)
-        self._print(Text(work_of(config), "dim"))
-        self._print(Text(str(self._folder), "dim"))
+        how = "evaluation" if config.mode is Mode.eval else f"{config.trained_by} · {config.placement.kind.value}"
+        self._print(Text("\n").append(config.model.name, "bold cyan").append(f" · {how} · {config.device.kind.value}"))
+        lines = [work_of(config), str(self._folder)]
         if config.mode is Mode.train and (formula := config.reward.formula):
             measured = "" if config.algorithm.reward_coefficient else ", measured only"
-            self._print(Text(f"reward: {formula}{measured}", "dim"))
+            lines.append(f"reward: {formula}{measured}")
         if config.mode.trains:
-            self._print(Text(kept_of(config.checkpoint), "dim"))
-        self._print(Text())
+            lines.append(kept_of(config.checkpoint))
+        self._print(Text("\n".join([*lines, ""]), "dim"))
 
         if self._terminal and config.mode is not Mode.eval:
             self._progress = Progress(
@@ -195,15 +191,13 @@ def work_of(config: RunConfig) -> str:
         return f"{plural(config.eval.samples, 'completion')} per prompt, {sampling} · {engines}"
 
     algorithm = config.algorithm
-    ranks = plural(config.placement.trainer_ranks, "trainer rank")
+    workers = f"{plural(config.placement.trainer_ranks, 'trainer rank')}, {engines}"
     if config.mode is Mode.sft:
-        rows = f"{config.steps} steps of {plural(algorithm.prompts_per_step, 'demonstration')}"
-        return f"{rows} · {ranks}, {engines}"
-    steps = (
+        return f"{config.steps} steps of {plural(algorithm.prompts_per_step, 'demonstration')} · {workers}"
+    return (
         f"{config.steps} steps of {algorithm.prompts_per_step} prompts × {algorithm.group_size} completions, "
-        f"{plural(algorithm.updates_per_step, 'update')} each"
+        f"{plural(algorithm.updates_per_step, 'update')} each · {workers}"
     )
-    return f"{steps} · {ranks}, {engines}"
 
 
 def kept_of(checkpoint: CheckpointConfig) -> str:
@@ -216,62 +210,29 @@ def kept_of(checkpoint: CheckpointConfig) -> str:
         kept.append(f"checkpoints/ ({steps}{'; the best evaluation' if checkpoint.keep_best else ''})")
     if checkpoint.export:
         kept.append("export/ (the trained model)")
-    if not kept:
-        return "keeps no model: checkpoint.keep=0, checkpoint.export=false"
-    return f"keeps {' and '.join(kept)}"
+    return f"keeps {' and '.join(kept)}" if kept else "keeps no model: checkpoint.keep=0, checkpoint.export=false"
 
 
-def step_line(step: int, steps: int, metrics: Mapping[str, float], *, bar: bool) -> Text:
-    """Format a step.
+def step_line(step: int, steps: int, metrics: Mapping[str, float]) -> Text:
+    """Format a step: what was measured, and the seconds of each phase.
 
     Example:
-        step 12/60   reward 0.512   accuracy 51.2%   1.23k tok/s   1.02 s  ━━━━━━━  generate 0.61 s  train 0.33 s
+        step 12/60   reward 0.512   accuracy 51.2%   1.23k tok/s   1.02 s    generate 0.61 s  train 0.33 s  sync 0.05 s
     """
     line = Text(f" step {step:>{len(str(steps))}}/{steps}", "bold")
+    for name, metric, form in SHOWN:
+        if (value := metrics.get(metric)) is not None:
+            line.append(f"   {name} ", "dim").append(form.format(value), "bold")
 
-    reward = metrics.get("reward/mean")
-    if reward is not None:
-        line.append("   reward ", "dim").append(f"{reward:6.3f}", "bold green" if reward > 0 else "bold")
-
-    accuracy = metrics.get("reward/accuracy")
-    if accuracy is not None:
-        line.append("   accuracy ", "dim").append(f"{accuracy:6.1%}")
-
-    imitation = metrics.get("loss/ce")
-    if imitation is not None:
-        line.append("   cross-entropy ", "dim").append(f"{imitation:6.3f}", "bold")
-
-    rate = metrics.get("throughput/completion_tokens_per_second")
-    if rate is not None:
+    if (rate := metrics.get("throughput/completion_tokens_per_second")) is not None:
         line.append(f"   {count(rate):>7}").append(" tok/s", "dim")
 
     if "time/step" in metrics:
-        line.append(f"   {seconds(metrics['time/step']):>7}  ").append_text(breakdown(metrics, bar=bar))
+        line.append(f"   {seconds(metrics['time/step']):>7}  ")
+        for phase, color in PHASES:
+            if f"time/{phase}" in metrics:
+                line.append(f"  {phase} ", color).append(f"{seconds(metrics[f'time/{phase}']):>6}")
     return line
-
-
-def breakdown(metrics: Mapping[str, float], *, bar: bool) -> Text:
-    """Format the seconds of each phase, after a bar of colored cells if `bar`."""
-    phases = [(name, color, metrics[f"time/{name}"]) for name, color in PHASES if f"time/{name}" in metrics]
-    total = max(sum(value for _, _, value in phases), metrics["time/step"], 1e-9)
-
-    text = _cells(phases, total) if bar else Text()
-    for name, color, value in phases:
-        text.append(f"  {name} ", color).append(f"{seconds(value):>6}")
-    return text
-
-
-def _cells(phases: list[tuple[str, str, float]], total: float) -> Text:
-    """Divide `BAR_CELLS` cells in proportion to the phases; time outside of the phases is gray."""
-    text = Text()
-    end = 0.0
-    used = 0
-    for _, color, value in phases:
-        end += value
-        cells = round(BAR_CELLS * end / total) - used
-        used += cells
-        text.append("━" * cells, color)
-    return text.append("━" * (BAR_CELLS - used), "bright_black")
 
 
 def end_line(status: str, totals: Mapping[str, float], *, evaluation: bool = False) -> Text:
@@ -282,33 +243,24 @@ def end_line(status: str, totals: Mapping[str, float], *, evaluation: bool = Fal
 
     Of an evaluation: `finished: evaluation in 42 s, accuracy 93.5% of 200 prompts`.
     """
-    color = {"finished": "bold green", "interrupted": "bold yellow"}.get(status, "bold red")
-    text = Text("\n").append(status, color)
+    text = Text("\n").append(status, {"finished": "bold green", "interrupted": "bold yellow"}.get(status, "bold red"))
+    elapsed = duration(totals.get("total/seconds", 0.0))
+    prompts = totals.get("eval/prompts")
+    of_prompts = "" if prompts is None else f" of {plural(int(prompts), 'prompt')}"
+    last = totals.get("eval/accuracy_last")
     if evaluation:
-        text.append(f": evaluation in {duration(totals.get('total/seconds', 0.0))}")
-        last = totals.get("eval/accuracy_last")
-        return text if last is None else text.append(f", accuracy {last:.1%}{_of_prompts(totals)}")
+        text.append(f": evaluation in {elapsed}")
+        return text if last is None else text.append(f", accuracy {last:.1%}{of_prompts}")
 
-    text.append(f": {plural(int(totals.get('steps', 0)), 'step')} in {duration(totals.get('total/seconds', 0.0))}")
+    text.append(f": {plural(int(totals.get('steps', 0)), 'step')} in {elapsed}")
+    if last is not None:
+        # There is no checkpoint of a best before training.
+        untrained = " before training" if totals["eval/accuracy_best_step"] == 0 else ""
+        first, best = totals["eval/accuracy_first"], totals["eval/accuracy_best"]
+        several = f"{first:.1%} → {last:.1%} (best {best:.1%}{untrained})"
+        shown = f"{last:.1%}{untrained}" if totals["eval/evaluations"] == 1 else several
+        text.append(f", eval accuracy {shown}").append(of_prompts, "dim")
 
-    if "eval/accuracy_last" in totals:
-        text.append(f", eval accuracy {_accuracies(totals)}").append(_of_prompts(totals), "dim")
-
-    tokens = totals.get("total/completion_tokens")
-    if tokens:
+    if tokens := totals.get("total/completion_tokens"):
         text.append(f", {count(tokens)} completion tokens")
     return text
-
-
-def _accuracies(totals: Mapping[str, float]) -> str:
-    """Return "31.0% → 93.5% (best 95.0%)", or one number. There is no checkpoint of a best before training."""
-    last = f"{totals['eval/accuracy_last']:.1%}"
-    untrained = " before training" if totals["eval/accuracy_best_step"] == 0 else ""
-    if totals["eval/evaluations"] == 1:
-        return last + untrained
-    return f"{totals['eval/accuracy_first']:.1%} → {last} (best {totals['eval/accuracy_best']:.1%}{untrained})"
-
-
-def _of_prompts(totals: Mapping[str, float]) -> str:
-    prompts = totals.get("eval/prompts")
-    return "" if prompts is None else f" of {plural(int(prompts), 'prompt')}"

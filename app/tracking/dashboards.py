@@ -14,18 +14,22 @@ Invariants:
 Metrics without a prefix in `metrics.jsonl` are sent as `train/<name>`, so that dashboards group them.
 """
 
+import json
 import logging
+import math
 import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from app.config.tracking import TRACKERS
 from app.errors import one_line
-from app.tracking.dashboard import DashboardOptions, grouped
 from app.utils.dotted_path import error_text, resolve, resolve_own
+from app.utils.files import replace_file
 
 log = logging.getLogger("app.run")
 
@@ -38,6 +42,63 @@ BUILT_IN = {  # tracker → its class
 }
 QUEUE_CAPACITY = 1000  # messages; a step is one or two
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class DashboardOptions:
+    """What a dashboard needs to open a run: the first argument of a tracker of the user's own."""
+
+    config: Mapping[str, Any]  # the resolved configuration, without OmegaConf types
+    folder: Path  # the dashboard's folder in the run folder; may not exist yet
+    metrics: Path  # the run's metrics.jsonl
+    project: str
+    run_name: str
+    offline: bool
+    resumed_at: int | None  # the step that the run resumes after; None: a new run
+    warn: Callable[[str], None]  # shows a warning and adds it to the report
+    args: Mapping[str, Any] = field(default_factory=dict)  # of a tracker of the user's own
+
+
+def grouped(metrics: Mapping[str, float | None]) -> dict[str, float]:
+    """Return the finite metrics, all of them with a prefix.
+
+    >>> grouped({"lr": 0.1, "reward/mean": 0.5, "loss/policy": math.nan})
+    {'train/lr': 0.1, 'reward/mean': 0.5}
+    """
+    return {
+        name if "/" in name else f"train/{name}": float(value)
+        for name, value in metrics.items()
+        if value is not None and math.isfinite(value)
+    }
+
+
+class Progress:
+    """`tracking/<dashboard>.json`: the dashboard's run id and the last step that it confirmed, for resumed runs.
+
+    Attributes:
+        run_id: The run id of the earlier attempt; None for a new run.
+        last_step: The last step that the dashboard has from earlier attempts; -1 if there is none.
+    """
+
+    def __init__(self, options: DashboardOptions) -> None:
+        self._path = options.folder.with_suffix(".json")
+        resumed = options.resumed_at is not None and self._path.exists()
+        self._content = json.loads(self._path.read_text(encoding="utf-8")) if resumed else {}
+        self.run_id: str | None = self._content.get("run_id")
+        self.last_step = int(self._content.get("last_step", -1))
+
+    def opened(self, run_id: str) -> None:
+        """Save the dashboard's run id."""
+        self._write(run_id=run_id)
+
+    def confirm(self, step: int) -> None:
+        """Save that the dashboard has every step up to this one, which was sent: it may lose it until then."""
+        self._write(last_step=max(self.last_step, step))
+
+    def _write(self, **content: str | int) -> None:
+        self._content.update(content)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(self._path, json.dumps(self._content))
 
 
 def open_dashboard(name: str, options: DashboardOptions) -> Any:
@@ -55,18 +116,10 @@ def open_dashboard(name: str, options: DashboardOptions) -> Any:
     return own
 
 
-def abandon_dashboard(name: str) -> None:
-    """Ensure that a dashboard that hangs cannot keep the process from exiting."""
-    if name == "wandb":
-        from app.tracking.wandb import abandon
-
-        abandon()
-
-
 class DashboardWorker:
     """One dashboard's thread and queue.
 
-    The thread opens the dashboard, sends the queued messages, and closes the dashboard after `begin_close`. If the
+    The thread opens the dashboard, sends the queued messages, and closes the dashboard after `close_all`. If the
     dashboard cannot be opened, all messages are discarded.
     """
 
@@ -76,19 +129,16 @@ class DashboardWorker:
         self._options = options
         self._queue: queue.Queue[tuple[Any, ...]] = queue.Queue(capacity)  # a method of the dashboard, its arguments
         self._closing = threading.Event()
+        self._status = "running"
         self._open_failed = False
         self._abandoned = False
-        self._reported: set[str] = set()  # what has failed
-        self._status = "running"
-        self._timeout_s = 0.0
-        self._deadline = 0.0  # monotonic
+        self._reported: set[str] = set()  # kinds of failures
         self._thread = threading.Thread(target=self._work, name=f"tracking-{name}", daemon=True)
         self._thread.start()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Queue the metrics of a step. Returns at once and never raises."""
-        values = grouped(metrics)
-        self._put("log", step, values)
+        self._put("log", step, grouped(metrics))
 
     def alert(self, step: int, title: str, text: str) -> None:
         """Queue an alarm. Returns at once and never raises."""
@@ -98,22 +148,23 @@ class DashboardWorker:
         """Queue a table of trajectories. Returns at once and never raises."""
         self._put("samples", step, name, rows)
 
-    def begin_close(self, status: str, timeout_s: float) -> None:
-        """Ask the thread to send the queued messages and to close the dashboard within `timeout_s`. Returns at once."""
+    def begin_close(self, status: str) -> None:
+        """Let the thread send the queued messages and close the dashboard. Returns at once."""
         self._status = status
-        self._timeout_s = timeout_s
-        self._deadline = time.monotonic() + timeout_s
         self._closing.set()
 
-    def end_close(self) -> None:
-        """Wait until the dashboard is closed; abandon it at its deadline."""
-        self._thread.join(max(0.0, self._deadline - time.monotonic()))
+    def end_close(self, deadline: float, timeout_s: float) -> None:
+        """Wait until the dashboard is closed; abandon it at the deadline (monotonic)."""
+        self._thread.join(max(0.0, deadline - time.monotonic()))
 
         if self._thread.is_alive():
-            self._options.warn(f"{self.name} did not finish within {self._timeout_s:g} s; the run ends without it.")
+            self._options.warn(f"{self.name} did not finish within {timeout_s:g} s; the run ends without it.")
             # Errors from here on follow from the timeout, which was reported.
             self._abandoned = True
-            self._guarded("could not be abandoned", lambda: abandon_dashboard(self.name))
+            if self.name == "wandb":
+                from app.tracking.wandb import abandon
+
+                self._guarded("could not be abandoned", abandon)
         if self.dropped:
             self._options.warn(f"{self.name} was too slow: {self.dropped} messages were dropped.")
 
@@ -162,7 +213,8 @@ def _call(dashboard: Any, method: str, *arguments: Any) -> None:
 
 def close_all(workers: Sequence[DashboardWorker], status: str, timeout_s: float) -> None:
     """Close all dashboards concurrently; each has all of `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
     for worker in workers:
-        worker.begin_close(status, timeout_s)
+        worker.begin_close(status)
     for worker in workers:
-        worker.end_close()
+        worker.end_close(deadline, timeout_s)

@@ -4,8 +4,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 MISSING = "—"
 UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
-PREFIX = "eval/"
-ONLY = "eval"  # the name of a single set, whose metrics have none
 
 
 def count(value: float) -> str:
@@ -50,20 +48,12 @@ def duration(value: float) -> str:
 
 
 def percent(value: float) -> str:
-    """Format a fraction.
-
-    >>> percent(0.123)
-    '12.3%'
-    """
+    """Format a fraction."""
     return f"{value:.1%}"
 
 
 def measured(value: float | None, form: Callable[[float], str]) -> str:
-    """Format a number that may not have been measured.
-
-    >>> measured(0.5, percent), measured(None, percent)
-    ('50.0%', '—')
-    """
+    """Format a number that may not have been measured."""
     return MISSING if value is None else form(value)
 
 
@@ -77,11 +67,7 @@ def plural(number: int, noun: str, many: str | None = None) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Format rows of cells as lines with aligned columns.
-
-    >>> aligned([["run", "best"], ["0", "98.0%"]])
-    ['run  best', '0    98.0%']
-    """
+    """Format rows of cells as lines with aligned columns."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
@@ -91,18 +77,16 @@ def set_metrics(row: Mapping[str, float | None]) -> dict[str, dict[str, float]]:
 
     >>> set_metrics({"step": 3, "eval/accuracy": 0.5, "eval/easy/accuracy": 0.7, "eval/hard/accuracy": 0.3})
     {'easy': {'accuracy': 0.7}, 'hard': {'accuracy': 0.3}}
-    >>> set_metrics({"step": 3, "eval/accuracy": 0.5})
-    {'eval': {'accuracy': 0.5}}
     """
     sets: dict[str, dict[str, float]] = {}
     for key, value in row.items():
-        if key.startswith(PREFIX) and value is not None:
-            name, _, metric = key.removeprefix(PREFIX).rpartition("/")
+        if key.startswith("eval/") and value is not None:
+            name, _, metric = key.removeprefix("eval/").rpartition("/")
             sets.setdefault(name, {})[metric] = value
 
     if len(sets) > 1:
         sets.pop("", None)  # the mean over the sets
-    return {name or ONLY: metrics for name, metrics in sets.items()}
+    return {name or "eval": metrics for name, metrics in sets.items()}
 
 
 def evaluation_rows(results: Mapping[str, Mapping[str, float]]) -> list[list[str]]:
@@ -111,21 +95,16 @@ def evaluation_rows(results: Mapping[str, Mapping[str, float]]) -> list[list[str
     set         prompts  accuracy       pass@2  pass@4  tokens  truncated
     arithmetic  200      34.5% ± 3.4%   41.0%   47.5%   5.2     0.0%
     """
-    found = {name for metrics in results.values() for name in metrics if name.startswith("pass@")}
-    passes = sorted(found, key=lambda name: int(name.removeprefix("pass@")))
+    passes = sorted(
+        {name for metrics in results.values() for name in metrics if name.startswith("pass@")},
+        key=lambda name: int(name.removeprefix("pass@")),
+    )
     rows = [["set", "prompts", "accuracy", *passes, "tokens", "truncated"]]
     for name, metrics in results.items():
-        accuracy = measured(metrics.get("accuracy"), percent)
-        if "accuracy_stderr" in metrics:
-            accuracy += f" ± {percent(metrics['accuracy_stderr'])}"
-        rows.append(
-            [
-                name,
-                measured(metrics.get("prompts"), "{:.0f}".format),
-                accuracy,
-                *(measured(metrics.get(each), percent) for each in passes),
-                measured(metrics.get("length_mean"), "{:.1f}".format),
-                measured(metrics.get("truncated_fraction"), percent),
-            ]
-        )
+        error = f" ± {percent(metrics['accuracy_stderr'])}" if "accuracy_stderr" in metrics else ""
+        prompts = measured(metrics.get("prompts"), "{:.0f}".format)
+        length = measured(metrics.get("length_mean"), "{:.1f}".format)
+        accuracy, *fractions = (measured(metrics.get(each), percent) for each in ("accuracy", *passes))
+        truncated = measured(metrics.get("truncated_fraction"), percent)
+        rows.append([name, prompts, accuracy + error, *fractions, length, truncated])
     return rows

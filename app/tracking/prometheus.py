@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from app.tracking.dashboard import DashboardOptions
+from app.tracking.dashboards import DashboardOptions
 
 PREFIX = "posttrain"
 log = logging.getLogger("app.run")
@@ -40,7 +40,7 @@ class Prometheus:
         self._thread.join()
 
     def _gauge(self, metric: str) -> Any:
-        """Return the gauge of a metric; two metrics of the same name for Prometheus share it."""
+        """Return the gauge of a metric; metrics of the same name for Prometheus share one."""
         from prometheus_client import Gauge
 
         name = prometheus_name(metric)

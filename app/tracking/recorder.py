@@ -8,7 +8,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -23,9 +23,8 @@ from app.errors import Interrupted
 from app.stop import stop_reason
 from app.tracking import dashboards
 from app.tracking.console import RunConsole
-from app.tracking.dashboard import DashboardOptions
 from app.tracking.rules import Alarms
-from app.tracking.run_folder import CONFIG, PROMPTS, WARNINGS, aside, metrics_file, samples, summary, timeline
+from app.tracking.run_folder import CONFIG, PROMPTS, WARNINGS, metrics_file, samples, set_later_aside, summary, timeline
 from app.tracking.run_folder.samples import Decode
 from app.tracking.run_folder.summary import Status, Summary
 from app.types import Group
@@ -43,8 +42,8 @@ class RunFolderRecorder:
     """Records the run of `config` in `folder`, which is created.
 
     Lifecycle: `resume` (to continue an earlier attempt, or after a trainer restart), then `log`, `log_samples` and
-    `log_prompts` for every step, then `finish`. A context manager calls `finish` itself: finished, or interrupted or
-    failed depending on the exception.
+    `log_prompts` for every step. The end of the context writes the last files, closes the dashboards and prints the
+    outcome: finished, or interrupted or failed depending on the exception.
 
     Example:
         with RunFolderRecorder(config, folder) as recorder:
@@ -58,20 +57,16 @@ class RunFolderRecorder:
         self.config = config
         self.folder = folder
         self.timeline = timeline.Timeline()
-        self._alarms = Alarms(max_staleness=config.placement.max_staleness)
         # Opened with the first metrics, because `resume` decides how.
         self._dashboards: list[dashboards.DashboardWorker] | None = None
         self._resumed_at: int | None = None
         self._step = 0
         self._warned: dict[str, int] = {}  # text → step
         self._warning_lock = threading.Lock()
-        self._finished = False
         self._kept: Mapping[str, str] = {}  # for the last lines
-        self._metrics = metrics_file.MetricsFile(folder / metrics_file.NAME)
-        self.used = self._metrics.last_step is not None  # whether an earlier attempt left metrics
         self._summary = Summary(folder)
-        self._add_recorded()  # so that a resume that fails at its start keeps the totals
-        self._summary.write()
+        self._open_records()  # also of an earlier attempt, so that a resume that fails at its start keeps the totals
+        self.used = self._metrics.last_step is not None  # whether an earlier attempt left metrics
         self._console = RunConsole(config, folder)
 
     def resume(self, step: int) -> None:
@@ -84,20 +79,15 @@ class RunFolderRecorder:
             self._step = step
 
         self._metrics.close()
-        moved = aside.set_later_aside(self.folder, step)
-        self._metrics = metrics_file.MetricsFile(self.folder / metrics_file.NAME)
+        moved = set_later_aside(self.folder, step)
         self.timeline.load(self.folder)
-        self._alarms = alarms_after(metrics_file.read(self.folder / metrics_file.NAME), self.config)
-
-        self._summary.reset()
-        self._add_recorded()
-        self._summary.write()
+        self._open_records()
         self._console.resume(step, self._summary.values.get("eval/accuracy_first"))
         if moved is not None:
             self.note(f"the records of later steps are in {moved}")
 
     def note(self, text: str, facts: Mapping[str, str | int | float] | None = None) -> None:
-        """Show and log something to know about this run, and add `facts` to `summary.json`."""
+        """Show and log a fact about this run, and add `facts` to `summary.json`."""
         log.info(text)
         self._console.note(text)
         if facts:
@@ -105,7 +95,7 @@ class RunFolderRecorder:
             self._summary.write()
 
     def keep(self, lines: Mapping[str, str], facts: Mapping[str, str | int | float]) -> None:
-        """Say in the last lines what the run has kept, and add `facts` to `summary.json`."""
+        """Add `lines` about what the run has kept to its last ones on the screen, and `facts` to `summary.json`."""
         self._kept = lines
         self._summary.facts.update(facts)
 
@@ -144,7 +134,7 @@ class RunFolderRecorder:
         Args:
             step: The step that the evaluation follows; 0 is before training.
             results: The metrics of each evaluation set.
-            groups: The groups that were sampled; some are written to `samples/eval_<step>.jsonl`.
+            groups: The sampled groups; some are written to `samples/eval_<step>.jsonl`.
             decode: Converts prompt tokens to the question's text for the samples.
         """
         self.log_samples(step, groups, decode, kind="eval")
@@ -171,8 +161,7 @@ class RunFolderRecorder:
         """Write `tracking.samples_per_step` trajectories of a step; `decode` turns prompt tokens into the question."""
         count = self.config.tracking.samples_per_step
         self._try("samples", partial(samples.write_samples, self.folder, step, groups, count, decode, kind=kind))
-        due = kind == "eval" or step % SAMPLES_EVERY == 0
-        if due and self._open_dashboards():
+        if kind == "eval" or step % SAMPLES_EVERY == 0:
             self._try("the table of samples", partial(self._send_samples, step, groups, decode, kind))
 
     def flush(self) -> None:
@@ -196,53 +185,46 @@ class RunFolderRecorder:
 
         log.warning(text)
 
-    def finish(self, status: Status | str, error: str | None = None) -> None:
-        """End the run: write the last files, close the dashboards and print the outcome. Later calls do nothing."""
-        if self._finished:
-            return
-        self._finished = True
-
-        status = Status(status)
-        self._metrics.close()
-        self._summary.end(status, error)
-        unsaved = self._end_summary()
-        self._try(timeline.NAME, partial(self.timeline.write, self.folder))
-        written = {"timeline": self.folder / timeline.NAME} if (self.folder / timeline.NAME).exists() else {}
-
-        dashboards.close_all(self._dashboards or (), status.value, DASHBOARD_DEADLINE_S[status])
-
-        files = self._write_report()
-        totals = {**self._summary.values, "total/seconds": self._summary.seconds}
-        records = {**files, **written}
-        self._console.end(status.value, totals, {**records, **self._kept})
-        if unsaved is not None and status is Status.finished:
-            raise unsaved
-
     def __enter__(self) -> "RunFolderRecorder":
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None:
-            self.finish(Status.finished)
-        elif isinstance(error, (KeyboardInterrupt, Interrupted)):
-            self.finish(Status.interrupted, str(error) or "Ctrl-C")
-        else:
-            self.finish(Status.failed, f"{type(error).__name__}: {error}")
+        status, message = Status.finished, None
+        if isinstance(error, (KeyboardInterrupt, Interrupted)):
+            status, message = Status.interrupted, str(error) or "Ctrl-C"
+        elif error is not None:
+            status, message = Status.failed, f"{type(error).__name__}: {error}"
 
-    def _end_summary(self) -> OSError | None:
-        """Write the final summary. Return the error if that fails, after a warning."""
+        self._metrics.close()
+        self._summary.end(status, message)
+        unsaved: OSError | None = None
         try:
             self._summary.write()
-        except OSError as error:
-            self.warn(f"{self.folder / 'summary.json'} still says that the run is running: {describe(error)}")
-            return error
-        return None
+        except OSError as problem:
+            unsaved = problem
+            self.warn(f"{self.folder / summary.NAME} still says that the run is running: {describe(problem)}")
 
-    def _add_recorded(self) -> None:
-        for row in metrics_file.read(self.folder / metrics_file.NAME):
+        self._try(timeline.NAME, partial(self.timeline.write, self.folder))
+        written = {"timeline": self.folder / timeline.NAME} if (self.folder / timeline.NAME).exists() else {}
+        dashboards.close_all(self._dashboards or (), status.value, DASHBOARD_DEADLINE_S[status])
+
+        totals = {**self._summary.values, "total/seconds": self._summary.seconds}
+        self._console.end(status.value, totals, {**self._write_report(), **written, **self._kept})
+        if unsaved is not None and status is Status.finished:
+            raise unsaved
+
+    def _open_records(self) -> None:
+        """Open `metrics.jsonl`, and take summary and alarms from its rows."""
+        path = self.folder / metrics_file.NAME
+        self._metrics = metrics_file.MetricsFile(path)
+        self._alarms = Alarms(max_staleness=self.config.placement.max_staleness)
+        self._summary.reset()
+        for row in metrics_file.read(path):
             self._summary.add(row["step"], row)
+            self._alarms.check(row["step"], row)
+        self._summary.write()
 
     def _record(self, step: int, metrics: Metrics) -> None:
         self._step = step
@@ -259,15 +241,16 @@ class RunFolderRecorder:
                 dashboard.alert(step, name, text)
 
     def _send_samples(self, step: int, groups: Sequence[Group], decode: Decode | None, kind: str) -> None:
+        open_dashboards = self._open_dashboards()
         chosen = samples.choose(groups, min(self.config.tracking.samples_per_step, TABLE_ROWS))
-        rows = [orjson.loads(samples.line(samples.row(trajectory, decode))) for trajectory in chosen]
-        if not rows:
+        if not open_dashboards or not chosen:
             return
-        for dashboard in self._open_dashboards():
+        rows = [orjson.loads(samples.line(samples.row(trajectory, decode))) for trajectory in chosen]
+        for dashboard in open_dashboards:
             dashboard.samples(step, kind, rows)
 
     def _try(self, what: str, write: Callable[[], object]) -> bool:
-        """Write something for people to read, and return whether it was. A run does not end for want of it."""
+        """Write something for people to read, and return whether it was. A failure does not end the run."""
         try:
             write()
             return True
@@ -284,9 +267,9 @@ class RunFolderRecorder:
             self._dashboards = [dashboards.DashboardWorker(name, self._options(name)) for name in names]
         return self._dashboards
 
-    def _options(self, name: str) -> DashboardOptions:
+    def _options(self, name: str) -> dashboards.DashboardOptions:
         tracking = self.config.tracking
-        return DashboardOptions(
+        return dashboards.DashboardOptions(
             config=_shown(self.config, self.folder),
             folder=self.folder / dashboards.FOLDER / name,
             metrics=self.folder / metrics_file.NAME,
@@ -327,11 +310,3 @@ def _shown(config: RunConfig, folder: Path) -> dict[str, Any]:
     settings = OmegaConf.load(saved) if saved.is_file() else OmegaConf.structured(config)
     plain: Any = OmegaConf.to_container(settings, enum_to_str=True)
     return {str(key): value for key, value in plain.items()}
-
-
-def alarms_after(rows: Iterable[Mapping[str, Any]], config: RunConfig) -> Alarms:
-    """Return the alarms of a run that continues after these steps."""
-    alarms = Alarms(max_staleness=config.placement.max_staleness)
-    for row in rows:
-        alarms.check(row["step"], row)
-    return alarms

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping
 
-from app.tracking.dashboard import DashboardOptions
+from app.tracking.dashboards import DashboardOptions
 
 
 class TensorBoard:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from app.errors import one_line
-from app.tracking.dashboard import DashboardOptions, Progress, grouped
+from app.tracking.dashboards import DashboardOptions, Progress, grouped
 from app.tracking.run_folder import metrics_file
 
 log = logging.getLogger("app.run")
@@ -40,7 +40,7 @@ class WeightsAndBiases:
 
         # Without the folder W&B would fall back to a temporary one.
         options.folder.mkdir(parents=True, exist_ok=True)
-        self._progress = Progress(options.folder.with_suffix(".json"), resumed=options.resumed_at is not None)
+        self._progress = Progress(options)
         run_id = self._progress.run_id or uuid.uuid4().hex[:8]
 
         start = partial(
@@ -74,28 +74,24 @@ class WeightsAndBiases:
         self._sent = -1  # the last step; lost if the helper process is killed before it has written it
         self._resumed_at = options.resumed_at
         if options.resumed_at is not None:
-            # Online the server names the first step that it lacks; offline it is 0.
-            self._progress.held = max(self._progress.held, self._run.starting_step - 1)
-            self._warn_about_kept_steps(options, options.resumed_at)
-            self._send_again(options, options.resumed_at)
+            self._resume(options, options.resumed_at)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        if step > self._progress.held:
+        if step > self._progress.last_step:
             self._run.log(dict(metrics), step=step)
             self._sent = step
         elif step == self._resumed_at:  # an evaluation that was interrupted: its step can get no more points
             self._run.summary.update(dict(metrics))
 
-    def _warn_about_kept_steps(self, options: DashboardOptions, resumed_at: int) -> None:
-        last = self._progress.held
-        if last > resumed_at:
+    def _resume(self, options: DashboardOptions, resumed_at: int) -> None:
+        """Send the steps up to `resumed_at` that W&B did not confirm."""
+        # Online the server names the first step that it lacks; offline it is 0.
+        sent = self._progress.last_step = max(self._progress.last_step, self._run.starting_step - 1)
+        if sent > resumed_at:
             options.warn(
-                f"wandb cannot replace steps {resumed_at + 1} to {last}, which an earlier attempt sent: its "
+                f"wandb cannot replace steps {resumed_at + 1} to {sent}, which an earlier attempt sent: its "
                 "chart keeps them. metrics.jsonl and report.html have those of this attempt."
             )
-
-    def _send_again(self, options: DashboardOptions, resumed_at: int) -> None:
-        """Send the steps up to `resumed_at` that W&B did not confirm."""
         for row in metrics_file.read(options.metrics):
             step = row.pop("step")
             if step <= resumed_at:
@@ -105,8 +101,8 @@ class WeightsAndBiases:
         self._run.alert(title=title, text=f"step {step}: {text}", level="WARN")
 
     def samples(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        if step > self._progress.held:
-            self._run.log({f"samples/{name}": table(rows)}, step=step)
+        if step > self._progress.last_step:
+            self._run.log({f"samples/{name}": samples_table(rows)}, step=step)
 
     def close(self, status: str) -> None:
         import wandb
@@ -126,12 +122,12 @@ def _renew_media_folder() -> None:
             MEDIA_TMP.name = tempfile.mkdtemp(prefix="wandb-media-")
 
 
-def table(rows: Sequence[Mapping[str, Any]]) -> Any:
+def samples_table(rows: Sequence[Mapping[str, Any]]) -> Any:
     """Return a `wandb.Table` of sampled trajectories, with a column for each reward component."""
     import wandb
 
     components = list(dict.fromkeys(name for row in rows for name in row["reward_components"]))
-    columns: list[str | int] = [
+    head: list[str | int] = [
         "id",
         "prompt",
         "completion",
@@ -139,18 +135,12 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Any:
         "reward",
         *(f"reward/{name}" for name in components),
     ]
-    data = [
-        [
-            row["prompt"],
-            row["prompt_text"],
-            row["completion"],
-            row["answer"] if isinstance(row["answer"], str) else json.dumps(row["answer"], ensure_ascii=False),
-            row["reward"],
-            *(row["reward_components"].get(name) for name in components),
-        ]
-        for row in rows
-    ]
-    return wandb.Table(columns=columns, data=data)
+    table = wandb.Table(columns=head)
+    for row in rows:
+        answer = row["answer"] if isinstance(row["answer"], str) else json.dumps(row["answer"], ensure_ascii=False)
+        rewards = [row["reward"], *(row["reward_components"].get(name) for name in components)]
+        table.add_data(row["prompt"], row["prompt_text"], row["completion"], answer, *rewards)
+    return table
 
 
 def abandon() -> None:

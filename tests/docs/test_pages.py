@@ -10,7 +10,7 @@ import pytest
 from app.config import RunConfig
 from app.config.foreign_names import answer
 from app.config.setting import settings
-from app.mode.plan.describe import describe
+from app.mode.plan import describe
 from tests.compose import composed
 from tests.docs import settings_page
 from tests.docs.markdown import PAGES, ROOT, anchors, inline_code, links, name, table_names

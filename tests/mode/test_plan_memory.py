@@ -4,13 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from app.config import RunConfig
 from app.device import device_of
 from app.mode.plan.memory import MemoryPlan, Phase, capacity, plan_memory
-from app.mode.plan.text import sync
 from app.model.architecture import QWEN3_4B, QWEN35_9B, VISION_PARAMETERS, Architecture
 from app.rollout.engine.server_args import engine_flags
-from app.utils.units import GIB, MIB
+from app.utils.units import GIB
 from tests.compose import composed
 
 P = 8_953_803_264  # parameters of Qwen3.5-9B
@@ -35,31 +33,24 @@ def mission() -> dict[tuple[str, str], Phase]:
     return planned(QWEN35_9B, "device=npu", "placement=fully_async", "model=qwen35_9b")
 
 
-def test_the_hand_count_equals_the_model() -> None:
+def test_a_trainer_rank_of_the_mission_is_a_hand_count(mission: dict[tuple[str, str], Phase]) -> None:
     assert ROOT + LINEAR + FULL + MLP == P
-
-
-def test_shards_of_the_mission_are_a_quarter_each(mission: dict[tuple[str, str], Phase]) -> None:
-    items = mission["trainer device", "backward of a layer"].items
-    assert items["masters"] == P * 4 / 4
-    assert items["gradients"] == P * 4 / 4
-    assert items["Adam"] == P * 8 / 4
-    assert "reference" not in items
-
-
-def test_gathered_parameters_and_unreduced_gradients_of_a_layer(mission: dict[tuple[str, str], Phase]) -> None:
     items = mission["trainer device", "backward of a layer"].items
     layer = LINEAR // 24 + MLP // 32  # a linear layer is the larger kind
-    head = 248_320 * 4096
+    assert (items["masters"], items["gradients"], items["Adam"]) == (P * 4 / 4, P * 4 / 4, P * 8 / 4)
     assert items["gathered"] == ROOT * 2 + 3 * layer * 2
-    assert items["unreduced gradients"] == (head + layer) * 2 + 2 * layer * 4
+    assert items["unreduced gradients"] == (248_320 * 4096 + layer) * 2 + 2 * layer * 4
+    assert mission["trainer device", "loss and head"].items["logits"] == 3 * 2**26 * 4  # three head chunks
 
 
-def test_activation_checkpointing_keeps_only_layer_inputs(mission: dict[tuple[str, str], Phase]) -> None:
-    saved = mission["trainer device", "loss and head"].items["activations"]
-    assert saved == 32 * 9216 * 4096 * 2
-    without = planned(QWEN35_9B, "device=npu", "model=qwen35_9b", "trainer.activation_checkpointing=none")
-    assert without["shared device", "loss and head"].items["activations"] > 10 * saved
+def test_checkpointed_layers_keep_only_their_inputs() -> None:
+    def saved(checkpointing: str) -> float:
+        overrides = ("device=npu", "model=qwen35_9b", f"trainer.activation_checkpointing={checkpointing}")
+        return planned(QWEN35_9B, *overrides)["shared device", "loss and head"].items["activations"]
+
+    assert saved("all") == 32 * 9216 * 4096 * 2
+    assert saved("none") > 10 * saved("all")
+    assert saved("some") == (saved("none") + saved("all")) / 2
 
 
 @pytest.mark.parametrize(("device", "kernels"), [("npu", 4.0), ("cuda", 2.5)])
@@ -74,25 +65,9 @@ def test_torchs_loop_of_linear_attention_keeps_more_than_kernels(device: str, ke
     assert found[1] - found[0] == 1.5 * 9216 * 4 * 4096 * (17.5 - kernels)
 
 
-def test_logits_take_three_head_chunks(mission: dict[tuple[str, str], Phase]) -> None:
-    assert mission["trainer device", "loss and head"].items["logits"] == 3 * 2**26 * 4
-
-
-def test_every_other_checkpointed_layer_halves_the_activations() -> None:
-    def saved(checkpointing: str) -> float:
-        overrides = ("device=npu", "model=qwen35_9b", f"trainer.activation_checkpointing={checkpointing}")
-        return planned(QWEN35_9B, *overrides)["shared device", "loss and head"].items["activations"]
-
-    assert saved("some") == (saved("none") + saved("all")) / 2
-
-
 def test_qwen3_4b_fits_on_one_80_gb_card() -> None:
     """AdamW updates in one kernel on CUDA. The 14.98 GiB of temporaries of the other kernels would not fit."""
-    plan = memory_plan(
-        QWEN3_4B,
-        "experiment=cuda1_colocate_4b",
-        "device.memory_gib=80",
-    )
+    plan = memory_plan(QWEN3_4B, "experiment=cuda1_colocate_4b", "device.memory_gib=80")
     training = [phase.bytes for phase in plan.phases if phase.name not in ("generate", "sync")]
     assert max(training) <= 0.9 * plan.capacity.bytes
     assert max(training) + QWEN3_4B.parameters * 4 > plan.capacity.bytes
@@ -118,12 +93,6 @@ def test_a_request_takes_five_recurrent_states_and_one_without_a_radix_cache() -
     assert memory_plan(QWEN3_4B, "device=cuda", "model=qwen3_4b").engine.state_requests is None
 
 
-@pytest.mark.parametrize("phase", ["generate", "backward of a layer", "sync"])
-def test_graphs_stay_in_the_memory_of_an_engine_in_every_phase(phase: str) -> None:
-    items = planned(QWEN3_4B, "device=cuda", "model=qwen3_4b")["shared device", phase].items
-    assert items["engine runtime"] == 4 * GIB
-
-
 def test_sync_buffers_are_two_of_the_largest_tensor(mission: dict[tuple[str, str], Phase]) -> None:
     embedding = 248_320 * 4096 * 2  # larger than weight_sync.bucket_mib
     assert mission["trainer device", "sync"].items["sync buffers"] == 2 * embedding
@@ -132,29 +101,21 @@ def test_sync_buffers_are_two_of_the_largest_tensor(mission: dict[tuple[str, str
 
 
 def test_colocate_offloads_the_trainer_while_it_generates_and_the_caches_while_it_trains() -> None:
-    phases = planned(QWEN3_4B, "device=cuda", "model=qwen3_4b", "device.memory_gib=80")
-    generate = phases["shared device", "generate"].items
-    sync = phases["shared device", "sync"].items
-    assert "masters" not in generate
-    assert "Adam" not in sync
-    assert sync["masters"] == QWEN3_4B.parameters * 4 / 4
-    assert "KV cache" not in sync
-    assert "KV cache" not in phases["shared device", "backward of a layer"].items
+    line = ("device=cuda", "model=qwen3_4b", "device.memory_gib=80")
+    phases = {phase.name: phase.items for phase in memory_plan(QWEN3_4B, *line).phases}
+    assert "masters" not in phases["generate"]
+    assert "Adam" not in phases["sync"]
+    assert phases["sync"]["masters"] == QWEN3_4B.parameters * 4 / 4
+    assert "KV cache" not in phases["sync"]
+    assert "KV cache" not in phases["backward of a layer"]
+    # Graphs stay in the memory of an engine.
+    assert {items["engine runtime"] for items in phases.values()} == {4 * GIB}
 
-
-def test_colocate_without_offload_keeps_both_sides() -> None:
-    plan = memory_plan(
-        QWEN3_4B,
-        "device=cuda",
-        "model=qwen3_4b",
-        "device.memory_gib=80",
-        "offload.engine=false",
-        "offload.trainer=false",
-    )
-    phases = {phase.name: phase.items for phase in plan.phases}
+    resident = memory_plan(QWEN3_4B, *line, "offload.engine=false", "offload.trainer=false")
+    phases = {phase.name: phase.items for phase in resident.phases}
     assert "Adam" in phases["generate"]
     assert "KV cache" in phases["backward of a layer"]
-    assert plan.peak_phase.bytes > 80 * GIB  # the reason for offloading
+    assert resident.peak_phase.bytes > 80 * GIB  # the reason for offloading
 
 
 def test_a_reference_adds_its_shards_and_its_root() -> None:
@@ -172,20 +133,13 @@ def test_sgd_has_no_adam_moments() -> None:
 
 
 def test_capacity_comes_from_the_setting_else_the_machine_else_a_common_card() -> None:
-    npu = composed("device=npu", "model=qwen35_9b")
-    assert capacity(npu, device_of(npu.device.kind)).bytes == 64 * GIB
-    assert "assumed" in capacity(npu, device_of(npu.device.kind)).source
-    configured = composed("device=npu", "model=qwen35_9b", "device.memory_gib=32")
-    assert capacity(configured, device_of(configured.device.kind)).bytes == 32 * GIB
-    cpu: RunConfig = composed("placement.devices=2")
-    alone = composed()
-    assert 2 * capacity(cpu, device_of(cpu.device.kind)).bytes == capacity(alone, device_of(alone.device.kind)).bytes
+    def gib(*overrides: str) -> float:
+        config = composed(*overrides)
+        return capacity(config, device_of(config.device.kind)).bytes / GIB
 
-
-def test_the_mission_takes_eight_devices_and_the_default_run_takes_one() -> None:
-    assert composed("device=npu", "placement=fully_async", "model=qwen35_9b").device_count == 8
-    assert composed().device_count == 1
-    assert composed("rollout.urls=[http://127.0.0.1:30000]", "placement=fully_async").device_count == 1
+    assert gib("device=npu", "model=qwen35_9b") == 64
+    assert gib("device=npu", "model=qwen35_9b", "device.memory_gib=32") == 32
+    assert 2 * gib("placement.devices=2") == gib()  # a CPU's memory is shared
 
 
 def test_delta_sync_keeps_a_16_bit_copy_of_each_shard_where_configured() -> None:
@@ -208,12 +162,9 @@ def test_adapters_of_a_4b_leave_both_sides_resident_on_one_card() -> None:
     assert training["engine adapters"] == 2 * 2 * adapters  # two slots
     assert training["KV cache"] > 30 * GIB  # nothing is offloaded
     assert "masters" not in training
-    assert (
-        "reference"
-        not in planned(QWEN3_4B, "model=qwen3_4b_lora", "algorithm.kl=k3", "algorithm.kl_coefficient=0.1")[
-            "shared device", "backward of a layer"
-        ].items
-    )
+    reference = ("algorithm.kl=k3", "algorithm.kl_coefficient=0.1")  # the base is the reference
+    of_reference = planned(QWEN3_4B, "model=qwen3_4b_lora", *reference)["shared device", "backward of a layer"]
+    assert "reference" not in of_reference.items
     assert plan.peak_phase.bytes < 0.9 * 80 * GIB
     full = memory_plan(QWEN3_4B, "device=cuda", "model=qwen3_4b", "placement.devices=1", "rollout.tensor_parallel=1")
     assert full.peak_phase.bytes > 72 * GIB
@@ -223,15 +174,3 @@ def test_engines_with_adapters_keep_their_weights_while_the_trainer_trains() -> 
     items = planned(QWEN35_9B, "device=cuda", "model=qwen35_9b_lora")["shared device", "backward of a layer"].items
     assert items["engine weights"] == 2 * (P + VISION_PARAMETERS)
     assert "KV cache" not in items
-
-
-def test_the_plan_prints_what_a_tensor_larger_than_a_bucket_costs() -> None:
-    def lines(*overrides: str) -> list[str]:
-        config = composed("device=cuda", "placement=fully_async", "model=qwen35_9b", *overrides)
-        return sync(config, device_of(config.device.kind), QWEN35_9B)
-
-    embedding = 248_320 * 4096 * 2
-    (line,) = [line for line in lines() if "largest tensor" in line]
-    assert f"{embedding / MIB:,.0f} MiB" in line
-    assert f"{2 * embedding / GIB:.2f} GiB" in line
-    assert not [line for line in lines("weight_sync.bucket_mib=2048") if "largest tensor" in line]

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from app.mode.doctor import scripted_episode
+from app.mode import doctor
 from app.start.environments import require_environment, worker_spec
 from app.start.finding import CheckStatus, Finding
 from app.start.inputs import CheckStage, RunInputs
@@ -34,7 +34,7 @@ def workers() -> list[str]:
 
 
 def episode(*overrides: str) -> Finding:
-    return scripted_episode.play_episode(RunInputs(composed(*overrides), CheckStage.doctor))
+    return doctor.play_episode(RunInputs(composed(*overrides), CheckStage.doctor))
 
 
 @pytest.mark.parametrize(

@@ -174,7 +174,7 @@ def test_the_plan_of_a_teacher_that_does_not_fit_proposes_more_devices() -> None
     plan = plan_memory(config, device, QWEN3_4B, engine_flags(config, device))
     assert [each.device for each in plan.phases if each.bytes > plan.capacity.bytes] == ["teacher device"]
 
-    ((_, *proposed),) = remedies_of(config, device, QWEN3_4B)
+    _, *proposed = remedies_of(config, device, QWEN3_4B)
     (line,) = [line for line in proposed if "teacher.devices=2" in line]
     assert line.endswith(", fits")
 

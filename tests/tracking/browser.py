@@ -25,11 +25,6 @@ PROBE = """
 document.querySelectorAll("details").forEach((each) => { each.open = true; });
 const waiting = setInterval(() => {
   if (figures.some((figure) => !figure.plot)) return;
-  if (location.hash === "#switch") {
-    location.hash = "";
-    document.getElementById("theme").click();
-    return; // look when it has been drawn anew
-  }
   clearInterval(waiting);
 
   const charts = figures.map((figure) => {
@@ -45,14 +40,12 @@ const waiting = setInterval(() => {
       drawn: figure.plot.series.slice(1).some((series, i) => colors.has(series.stroke(figure.plot, i + 1))),
     };
   });
-  const style = (name) => getComputedStyle(document.querySelector(name));
   const seen = {
     charts,
     cards: document.querySelectorAll(".sample").length,
     where: document.getElementById("sample-where").textContent,
     overflow: document.documentElement.scrollWidth > innerWidth,
-    page: style("body").backgroundColor, ink: style("body").color,
-    card: style("figure").backgroundColor, soft: style(".u-legend").color,
+    page: getComputedStyle(document.body).backgroundColor,
   };
   document.body.prepend(Object.assign(document.createElement("pre"), { id: "probe", innerText: JSON.stringify(seen) }));
 }, 100);
@@ -68,11 +61,11 @@ class Visit:
     console: list[str]  # every line that the page wrote to the console, errors of its scripts included
 
 
-def visit(page: Path, folder: Path, *, dark: bool = False, switch: bool = False) -> Visit:
-    """Open a copy of the page in a new profile, both in `folder`; `switch` clicks the button of the theme."""
+def visit(page: Path, folder: Path, *, dark: bool) -> Visit:
+    """Open a copy of the page in a new profile, both in `folder`."""
     copy = folder / "probed.html"
     copy.write_text(page.read_text().replace("</body>", f"{PROBE}</body>"))
-    done = _chromium(f"{copy}#switch" if switch else str(copy), folder, "--dump-dom", dark=dark)
+    done = _chromium(str(copy), folder, "--dump-dom", dark=dark)
     found = done.stdout.partition('<pre id="probe">')[2].partition("</pre>")[0]
     return Visit(
         json.loads(unescape(found)) if found else {}, [line for line in done.stderr.splitlines() if "CONSOLE" in line]

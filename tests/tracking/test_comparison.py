@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from app.config import RunConfig
 from app.mode.report import end_sweep
-from app.tracking import clearml, dashboard, number_format, prometheus
+from app.tracking import clearml, dashboards, number_format, prometheus
 from app.tracking.report import comparison
 from app.tracking.report.comparison import OTHER_ROWS, compare, run_table, screen, short_names, spread
 from app.tracking.report.data import RunData
@@ -21,7 +21,7 @@ def a_run(name: str, config: dict[str, Any], *overrides: str, **summary: Any) ->
     return RunData(Path(name), summary, [], [], {}, config, list(overrides), [], [])
 
 
-def test_only_what_varies_is_shown_and_the_seed_last() -> None:
+def test_runs_are_named_by_what_varies_and_was_given_the_seed_last() -> None:
     runs = [
         a_run(
             f"{lr}{seed}", {"seed": seed, "trainer.lr": lr, "steps": 5}, f"trainer.lr={lr}", f"seed={seed}", "steps=5"
@@ -35,44 +35,32 @@ def test_only_what_varies_is_shown_and_the_seed_last() -> None:
     assert made.names == ["lr=0.1, seed=0", "lr=0.1, seed=1", "lr=0.2, seed=0", "lr=0.2, seed=1"]
 
 
-def test_what_a_preset_brings_along_is_not_shown_beside_its_name() -> None:
-    presets = {"grpo": 0.2, "dapo": 0.28}
-    runs = [
-        a_run(name, {"algorithm.name": name, "algorithm.clip_high": clip, "algorithm.a": clip}, f"algorithm={name}")
-        for name, clip in presets.items()
-    ]
-    assert compare(runs).names == ["grpo", "dapo"]
-    assert compare(runs).keys == ["algorithm.name"]
-
-
-def test_all_that_was_given_and_varies_is_shown() -> None:
-    runs = [
-        a_run(str(size), {"trainer.lr": size / 10, "algorithm.group_size": size, "algorithm.hidden": size}, *given)
-        for size, given in (
-            (4, ["trainer.lr=0.4", "algorithm.group_size=4"]),
-            (8, ["trainer.lr=0.8", "algorithm.group_size=8"]),
-        )
-    ]
-    assert compare(runs).keys == ["algorithm.group_size", "trainer.lr"]
-
-
-def test_where_records_go_and_servers_listen_is_no_difference() -> None:
-    runs = [
-        a_run(f"run{seed}", {"seed": seed, "tracking.run_name": f"n{seed}", "rollout.port": seed}, status="finished")
-        for seed in (1, 2)
-    ]
-    made = compare(runs)
-    assert made.keys == ["seed"]
-    assert [len(group) for group in made.seed_groups().values()] == [2]
-
-
-def test_the_checkpoint_tells_evaluations_apart_and_not_training_runs() -> None:
-    names = ["run/step_1", "run/step_2"]
-    assert compare([a_run(name, {"seed": 0, "resume": name, "mode": "train"}) for name in names]).keys == []
-    assert compare([a_run(name, {"seed": 0, "resume": name, "mode": "eval"}) for name in names]).names == [
-        "resume=run/step_1",
-        "resume=run/step_2",
-    ]
+@pytest.mark.parametrize(
+    ("one", "other", "given", "keys"),
+    [
+        # A preset's name, and not what it brings along.
+        (
+            {"algorithm.name": "grpo", "algorithm.clip_high": 0.2},
+            {"algorithm.name": "dapo", "algorithm.clip_high": 0.28},
+            ["algorithm=x"],
+            ["algorithm.name"],
+        ),
+        # Everything that was given.
+        (
+            {"trainer.lr": 0.4, "algorithm.group_size": 4, "algorithm.hidden": 4},
+            {"trainer.lr": 0.8, "algorithm.group_size": 8, "algorithm.hidden": 8},
+            ["trainer.lr=0", "algorithm.group_size=0"],
+            ["algorithm.group_size", "trainer.lr"],
+        ),
+        # Where records go and servers listen changes no result.
+        ({"seed": 1, "tracking.run_name": "a", "rollout.port": 1}, {"seed": 2, "rollout.port": 2}, [], ["seed"]),
+        # The checkpoint tells evaluations apart, and not training runs.
+        ({"resume": "a", "mode": "train"}, {"resume": "b", "mode": "train"}, [], []),
+        ({"resume": "a", "mode": "eval"}, {"resume": "b", "mode": "eval"}, [], ["resume"]),
+    ],
+)
+def test_what_tells_runs_apart(one: dict[str, Any], other: dict[str, Any], given: list[str], keys: list[str]) -> None:
+    assert compare([a_run("one", one, *given), a_run("other", other, *given)]).keys == keys
 
 
 def test_equal_runs_and_runs_without_a_configuration_have_their_folders_names() -> None:
@@ -82,22 +70,16 @@ def test_equal_runs_and_runs_without_a_configuration_have_their_folders_names() 
     assert made.names == ["seed=1 (one)", "seed=1 (two)", "seed=2"]
 
 
-def test_runs_that_differ_in_many_settings_are_named_by_their_folders_and_have_no_column_for_each() -> None:
-    keys = [f"trainer.k{index}" for index in range(7)]
-    made = [
-        a_run(f"x/{name}", dict.fromkeys(keys, value), *(f"{key}={value}" for key in keys), status="finished")
+def test_runs_that_differ_in_many_settings_are_named_by_their_folders() -> None:
+    keys = [f"trainer.k{number}" for number in range(7)]
+    runs = [
+        a_run(name, dict.fromkeys(keys, value), *(f"{key}={value}" for key in keys), status="finished")
         for value, name in enumerate(("one", "two"))
     ]
-    comparison = compare(made)
-    assert comparison.names == ["one", "two"]
-    assert [row[:2] for row in run_table(comparison).text] == [
-        ["run", "status"],
-        ["one", "finished"],
-        ["two", "finished"],
-    ]
-    assert run_table(comparison).numbers[0][1:8] == keys
-    two = [a_run(run.folder.name, dict(list(run.config.items())[:2]), "trainer.k0=1") for run in made]
-    assert compare(two).names == ["k0=0", "k0=1"]
+    made = compare(runs)
+    assert made.names == ["one", "two"]
+    assert [row[:2] for row in run_table(made).text] == [["run", "status"], ["one", "finished"], ["two", "finished"]]
+    assert run_table(made).numbers[0][1:8] == keys
 
 
 @pytest.mark.parametrize(
@@ -111,22 +93,14 @@ def test_runs_that_differ_in_many_settings_are_named_by_their_folders_and_have_n
         ({"data.name": "arithmetic", "data.arithmetic.eval_problems": 9}, {"data.name": "arithmetic"}, True),
     ],
 )
-def test_runs_that_were_evaluated_on_other_rows_are_said_to_be(
+def test_a_comparison_of_runs_that_were_evaluated_on_other_rows_has_a_note(
     one: dict[str, Any], other: dict[str, Any], differ: bool
 ) -> None:
     best = {"eval/accuracy_best": 0.5, "eval/prompts": 9}
-    comparison = compare([a_run("a", one, **best), a_run("b", other, **best)])
-    assert comparison.notes == ([OTHER_ROWS] if differ else [])
-    assert (OTHER_ROWS in screen(comparison)) == differ
+    made = compare([a_run("a", one, **best), a_run("b", other, **best)])
+    assert made.notes == ([OTHER_ROWS] if differ else [])
+    assert (OTHER_ROWS in screen(made)) == differ
     assert compare([a_run("a", {}, **best), a_run("b", {}, **{**best, "eval/prompts": 16})]).notes == [OTHER_ROWS]
-
-
-def test_keys_with_the_same_last_word_are_written_out() -> None:
-    runs = [
-        a_run(str(value), {"eval.temperature": value, "rollout.temperature": 1 - value, "seed": value}, *given)
-        for value, given in ((0, ["eval.temperature=0", "rollout.temperature=1"]), (1, []))
-    ]
-    assert compare(runs).labels == ["eval.temperature", "rollout.temperature", "seed"]
 
 
 def test_means_cover_the_finished_runs_of_a_setting_and_the_best_comes_first() -> None:
@@ -144,16 +118,13 @@ def test_means_cover_the_finished_runs_of_a_setting_and_the_best_comes_first() -
     assert spread(groups[("1",)], "eval/accuracy_best") == (pytest.approx(0.7), pytest.approx(0.02**0.5))
     assert spread(groups[("2",)], "eval/accuracy_best") == (0.5, None)
     assert spread(groups[("1",)], "total/seconds") == (None, None)
+    one_each = [a_run(str(seed), {"seed": seed, "lr": seed}, status="finished") for seed in (0, 1)]
+    assert compare(one_each).seed_groups() == {}
 
 
 def test_folders_named_by_dates_keep_their_names() -> None:
     folders = ["2025-12-31_23-59-00_a", "2026-01-01_00-01-00_b"]
     assert short_names([a_run(folder, {}) for folder in folders]) == folders
-
-
-def test_one_seed_each_has_no_means() -> None:
-    runs = [a_run(str(seed), {"seed": seed, "lr": seed}, status="finished") for seed in (0, 1)]
-    assert compare(runs).seed_groups() == {}
 
 
 def a_job(folder: Path, overrides: list[str], **summary: Any) -> None:
@@ -174,18 +145,15 @@ def test_a_sweep_ends_with_its_runs_the_best_first_and_the_errors_of_failed_ones
     a_job(tmp_path / "2-c", [*given, "trainer.lr=0.3"], status="failed", steps=3, error="RunError: no way\nmore")
     (tmp_path / "3-refused").mkdir()
     (tmp_path / ".submitit").mkdir()
-    assert end_sweep(tmp_path) == [
-        str(tmp_path),
-        "run  lr   status       steps  first accuracy  last   best   time",
-        "1    0.2  finished     60     28.5%           98.0%  98.0%  1 min 00 s",
-        "0    0.1  finished     60     28.5%           90.0%  91.0%  1 min 00 s",
-        "2    0.3  failed       3      —               —      —      1 min 00 s",
-        "3         not started         —               —      —      —",
-        "2: RunError: no way",
-        "",
-        f"report: {tmp_path / 'report.html'}",
-        f"tables: {tmp_path / 'runs.csv'}",
+    lines = end_sweep(tmp_path)
+    assert [line.split() for line in lines[2:6]] == [
+        ["1", "0.2", "finished", "60", "28.5%", "98.0%", "98.0%", "1", "min", "00", "s"],
+        ["0", "0.1", "finished", "60", "28.5%", "90.0%", "91.0%", "1", "min", "00", "s"],
+        ["2", "0.3", "failed", "3", "—", "—", "—", "1", "min", "00", "s"],
+        ["3", "not", "started", "—", "—", "—", "—"],
     ]
+    assert "2: RunError: no way" in lines
+    assert lines[-2:] == [f"report: {tmp_path / 'report.html'}", f"tables: {tmp_path / 'runs.csv'}"]
     assert not (tmp_path / "seeds.csv").exists()
     assert end_sweep(tmp_path / "3-refused") == []
 
@@ -195,10 +163,7 @@ def test_a_sweep_over_seeds_ends_with_means_on_the_screen_in_the_report_and_in_c
         overrides = [f"trainer.lr={lr}", f"seed={seed}", "steps=5", "eval.every=0"]
         a_job(tmp_path / f"{job}-x", overrides, first=0.25, last=last, best=last)
     seeds = ["25.0% ± 0.0%", "60.0% ± 14.1%", "60.0% ± 14.1%", "1 min 00 s ± 0 s"]
-    lines = end_sweep(tmp_path)
-    assert lines[2].split("  ")[0] == "2"
-    assert lines[7].startswith("mean ± standard deviation")
-    assert lines[10].split() == ["0.1", "2", *" ".join(seeds).split()]
+    assert end_sweep(tmp_path)[10].split() == ["0.1", "2", *" ".join(seeds).split()]
     assert "".join(f"<td>{cell}</td>" for cell in ("0.1", "2", *seeds)) in (tmp_path / "report.html").read_text()
 
     with (tmp_path / "runs.csv").open() as file:
@@ -216,7 +181,7 @@ def test_a_sweep_over_seeds_ends_with_means_on_the_screen_in_the_report_and_in_c
     assert float(mean["eval/accuracy_last/std"]) == pytest.approx(0.02**0.5)
 
 
-@pytest.mark.parametrize("module", [comparison, number_format, dashboard, clearml, prometheus])
+@pytest.mark.parametrize("module", [comparison, number_format, dashboards, clearml, prometheus])
 def test_the_examples_in_the_docstrings_hold(module: Any) -> None:
     results = doctest.testmod(module)
     assert results.attempted > 0

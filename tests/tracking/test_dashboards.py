@@ -1,17 +1,16 @@
 import json
-import re
 import threading
 import time
 import zipfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from app.tracking import dashboards
-from app.tracking.dashboard import DashboardOptions, Progress
-from app.tracking.dashboards import DashboardWorker, close_all
+from app.tracking.dashboards import DashboardOptions, DashboardWorker, Progress, close_all
 from app.tracking.recorder import RunFolderRecorder
 from app.tracking.run_folder.summary import Status
 from tests.tracking.records import metrics, offline, record, warnings
@@ -68,15 +67,6 @@ def clearml_session(path: Path) -> tuple[list[tuple[Any, Any]], Any]:
     return rewards, task
 
 
-def test_a_folder_that_cannot_be_written_costs_one_warning_and_nothing_else(tmp_path: Path) -> None:
-    (tmp_path / "tracking").write_text("a file where the folder should be")
-    record(offline("wandb"), tmp_path, (1, 2, 3))
-    (message,) = warnings(tmp_path)
-    assert message.startswith("wandb could not be opened")
-    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "finished"
-    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 4
-
-
 def test_a_refused_network_and_a_wrong_key_cost_a_warning_and_no_time_of_a_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,8 +79,7 @@ def test_a_refused_network_and_a_wrong_key_cost_a_warning_and_no_time_of_a_step(
         start = time.monotonic()
         recorder.log(1, metrics(1))
         assert time.monotonic() - start < 0.5
-    assert len(warnings(tmp_path)) == 1
-    assert warnings(tmp_path)[0].startswith("wandb ")
+    assert [text.split()[0] for text in warnings(tmp_path)] == ["wandb"]
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "finished"
 
 
@@ -122,12 +111,15 @@ def make_options(tmp_path: Path, warned: list[str]) -> DashboardOptions:
     return DashboardOptions({}, tmp_path / "slow", metrics, "project", "run", True, None, warned.append)
 
 
-def test_a_slow_dashboard_drops_and_counts_what_its_queue_cannot_hold(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    slow = Slow()
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Slow:
+    dashboard = Slow()
+    monkeypatch.setattr(dashboards, "open_dashboard", lambda name, options: dashboard)
+    return dashboard
+
+
+def test_a_slow_dashboard_drops_and_counts_what_its_queue_cannot_hold(tmp_path: Path, slow: Slow) -> None:
     warned: list[str] = []
-    monkeypatch.setattr(dashboards, "open_dashboard", lambda name, options: slow)
     worker = DashboardWorker("slow", make_options(tmp_path, warned), capacity=4)
     start = time.monotonic()
     for step in range(100):
@@ -138,17 +130,12 @@ def test_a_slow_dashboard_drops_and_counts_what_its_queue_cannot_hold(
     close_all([worker], "finished", 10)
     assert worker.dropped >= 94
     assert slow.received[-1] == "finished"
-    assert warned[0].startswith("slow ")
     assert f" {worker.dropped} messages" in warned[-1]
 
 
-def test_a_failed_message_is_reported_and_the_next_ones_are_sent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    slow = Slow()
+def test_a_failed_message_is_reported_and_the_next_ones_are_sent(tmp_path: Path, slow: Slow) -> None:
     warned: list[str] = []
     slow.go.set()
-    monkeypatch.setattr(dashboards, "open_dashboard", lambda name, options: slow)
     worker = DashboardWorker("slow", make_options(tmp_path, warned))
     for step in (2, 3, 4):
         worker.log(step, {"lr": 1.0})
@@ -156,12 +143,11 @@ def test_a_failed_message_is_reported_and_the_next_ones_are_sent(
     close_all([worker], "failed", 10)
     assert slow.received == [2, 4, "mismatch", "failed"]
     (warning,) = warned
-    assert re.match("slow failed .*ConnectionError: gone for a moment at ", warning)
+    assert "ConnectionError: gone for a moment at " in warning
 
 
-@pytest.mark.parametrize("use", [("wandb", "clearml"), ("clearml", "wandb")])
 def test_each_dashboard_has_the_whole_deadline_beside_one_that_hangs(
-    use: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow, quick, hanging = Slow(), Slow(), threading.Event()
     quick.go.set()
@@ -173,30 +159,29 @@ def test_each_dashboard_has_the_whole_deadline_beside_one_that_hangs(
         slow.go.wait(20)
 
     def late(status: str) -> None:
-        assert hanging.wait(20)  # both close at the same time, whichever is first
+        assert hanging.wait(20)  # both close at the same time
         time.sleep(0.5)
         quick.received.append(status)
 
     monkeypatch.setattr(slow, "close", hang)
     monkeypatch.setattr(quick, "close", late)
     monkeypatch.setattr(slow, "log", lambda step, metrics: None)
-    with RunFolderRecorder(offline(*use), tmp_path) as recorder:
+    with RunFolderRecorder(offline("wandb", "clearml"), tmp_path) as recorder:
         recorder.log(1, metrics(1))
     assert quick.received == [1, "finished"]
-    (warning,) = warnings(tmp_path)
-    assert re.match("wandb .*within 1.5 s", warning)
+    assert [text.split()[0] for text in warnings(tmp_path)] == ["wandb"]
     slow.go.set()
 
 
 def test_progress_keeps_the_run_for_a_resume_and_the_last_step_only_once_confirmed(tmp_path: Path) -> None:
-    path = tmp_path / "tracking/x.json"
-    first = Progress(path, resumed=False)
+    new = make_options(tmp_path, [])
+    resumed = replace(new, resumed_at=2)
+    first = Progress(new)
     first.opened("abc")
-    killed = Progress(path, resumed=True)
-    assert (killed.run_id, killed.held) == ("abc", -1)
+    killed = Progress(resumed)
+    assert (killed.run_id, killed.last_step) == ("abc", -1)
     first.confirm(3)
-    second = Progress(path, resumed=True)
-    assert (second.run_id, second.held) == ("abc", 3)
-    second.confirm(-1)  # nothing was sent
-    assert Progress(path, resumed=True).held == 3
-    assert Progress(path, resumed=False).run_id is None
+    Progress(resumed).confirm(-1)  # nothing was sent
+    second = Progress(resumed)
+    assert (second.run_id, second.last_step) == ("abc", 3)
+    assert Progress(new).run_id is None

@@ -22,15 +22,10 @@ def configured(tmp_path: Path) -> Iterator[Path]:
     root.handlers, root.level = handlers, level
 
 
-def test_only_the_first_record_creates_the_folder(configured: Path) -> None:
-    assert not configured.parent.exists()
-    logging.getLogger("app.some.part").info("hello")
-    assert "INFO app.some.part: hello" in configured.read_text()
-
-
 def test_warnings_go_to_stderr_and_the_file_and_other_records_to_the_file_only(
     configured: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    assert not configured.parent.exists()  # the first record creates it
     log = logging.getLogger("app.some.part")
     log.info("quiet")
     log.warning("watch %s", "out")
@@ -40,15 +35,4 @@ def test_warnings_go_to_stderr_and_the_file_and_other_records_to_the_file_only(
         "INFO app.some.part: quiet",
         "WARNING app.some.part: watch out",
         "ERROR app.some.part: broken",
-    ]
-
-
-def test_records_before_and_after_the_run_are_not_in_its_file(tmp_path: Path) -> None:
-    log = logging.getLogger("app.some.part")
-    log.warning("before")
-    with driver_log(tmp_path):
-        log.warning("during")
-    log.warning("after")
-    assert [line.split(" ", 2)[2] for line in (tmp_path / "logs/driver.log").read_text().splitlines()] == [
-        "WARNING app.some.part: during"
     ]

@@ -37,22 +37,6 @@ def test_nested_spans_share_a_row_and_overlapping_ones_get_their_own(tmp_path: P
     }
 
 
-def test_the_spans_of_every_row_nest_for_any_input(tmp_path: Path) -> None:
-    timeline = Timeline()
-    base, state = timeline.now(), 12345
-    for index in range(400):
-        state = (state * 1103515245 + 12345) % 2**31
-        start = state % 1000
-        timeline.add("engine 0", str(index), base + start / 10, base + (start + state // 1000 % 60) / 10)
-    for spans in rows(trace(timeline, tmp_path)).values():
-        open_ends: list[float] = []
-        for _, begin, end in sorted(spans, key=lambda span: (span[1], -span[2])):
-            while open_ends and open_ends[-1] <= begin + 1.0:
-                open_ends.pop()
-            assert not open_ends or end <= open_ends[-1] + 1.0  # within a microsecond
-            open_ends.append(end)
-
-
 def test_the_newest_spans_are_kept_and_older_ones_counted(tmp_path: Path) -> None:
     timeline = Timeline(capacity=10)
     for index in range(25):

@@ -5,17 +5,50 @@ Invariants:
 - Every finding that is not ok has a hint.
 """
 
+import asyncio
+import os
+import resource
+import shutil
+import socket
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
+from urllib.parse import quote, urlsplit
+from urllib.request import Request, urlopen
 
 from app.config import RunConfig
-from app.errors import FAILED_EXIT
+from app.data import rows
+from app.data.build import conversation
+from app.data.records import sources
+from app.environment.protocol import Task
+from app.environment.wire import Answer, End, SampleRequest
+from app.errors import FAILED_EXIT, ConfigError
 from app.mode import NOT_GIVEN, ModeResult
-from app.mode.doctor import device, machine, scripted_episode, software
-from app.start.finding import CheckStatus, Finding
+from app.mode.doctor import device, software
+from app.reward.tryout import Tokenize, tokenizer_of
+from app.start.environments import tried_pool, without_log
+from app.start.finding import CheckStatus, Finding, outcome
+from app.start.input_checks import REFUSED
 from app.start.inputs import CheckStage, RunInputs
 from app.start.preflight import findings
+from app.tracking.number_format import plural
+from app.utils.child_environment import LAUNCHER, encoding, home_is_writable
+from app.utils.process import SHARED_MEMORY
+from app.utils.units import GIB
+from app.worker.wire import Failed
+
+SHARED_GIB_FAIL = 0.25  # Ray's object store and tensors between processes live there
+SHARED_GIB_WARN = 2.0
+OPEN_FILES_WARN = 4096
+FULL_DISK = 0.95  # Ray stops spilling objects there
+REACH_TIMEOUT_S = 10.0
+MAX_REPLIES = 3  # of a scripted episode
+MAX_REPLY_TOKENS = 32  # of a reply
+CLOSING_S = 15.0  # for the end of an episode that is aborted
+QUESTION, ANSWER = "1+1=", "2"  # where the rows are not on this machine
+PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 
 
 def run(config: RunConfig, folder: Path) -> ModeResult:
@@ -33,11 +66,10 @@ def examine(config: RunConfig, folder: str = "outputs") -> list[Finding]:
         *software.software(config, inputs.device),
         *device.hardware(config, inputs.device),
         *device.variables(config, inputs.device),
-        *machine.machine(),
-        *machine.surroundings(),
+        *machine(),
         *findings(inputs),
-        *([scripted_episode.play_episode(inputs)] if config.environment.multi_turn else []),
-        *machine.reachable(config),
+        *([play_episode(inputs)] if config.environment.multi_turn else []),
+        *reachable(config),
     ]
 
 
@@ -52,3 +84,146 @@ def table(found: Sequence[Finding]) -> str:
 
     counts = [f"{sum(one.status is status for one in found)} {status.name}" for status in reversed(CheckStatus)]
     return "\n".join([*lines, ", ".join(counts)])
+
+
+def machine() -> Iterator[Finding]:
+    """Check shared memory, open files, the disk of Ray's session folder, and what a run's processes would inherit."""
+    if SHARED_MEMORY.is_dir():
+        free = shutil.disk_usage(SHARED_MEMORY).free / GIB
+        hint = "give the container more: --ipc=host or --shm-size=16g; in Kubernetes an emptyDir of medium Memory"
+        status = CheckStatus.fail if free < SHARED_GIB_FAIL else CheckStatus.warn
+        yield outcome("shared memory", free >= SHARED_GIB_WARN, f"{free:.1f} GiB free", hint, otherwise=status)
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    hint = f"ulimit -n {hard} (the hard limit), or raise it in the container or unit settings"
+    yield outcome("open files", soft >= OPEN_FILES_WARN, f"limit {soft:,}", hint, otherwise=CheckStatus.warn)
+
+    folder = tempfile.gettempdir()
+    usage = shutil.disk_usage(folder)
+    used = 1 - usage.free / usage.total
+    hint = f"free some space: Ray refuses to spill objects at {FULL_DISK:.0%}"
+    message = f"{folder} is {used:.0%} full"
+    yield outcome("temporary files", used < FULL_DISK, message, hint, otherwise=CheckStatus.warn)
+
+    hint = "export LC_ALL=C.UTF-8: names of files and settings beyond ASCII may not be found"
+    names = sys.getfilesystemencoding()  # Python has UTF-8 in the C locale, too
+    yield outcome("locale", names == "utf-8", f"{encoding(os.environ)}, {names}", hint, otherwise=CheckStatus.warn)
+    hint = "set HOME to a folder that can be written: else each run has one of its own and compiles its kernels anew"
+    yield outcome("home", home_is_writable(), os.path.expanduser("~"), hint, otherwise=CheckStatus.warn)
+    if " " in sys.executable:
+        hint = "if kernels do not compile, install on a path without spaces: FlashInfer's builds do not quote it"
+        yield outcome("interpreter", find_spec("flashinfer") is None, sys.executable, hint, otherwise=CheckStatus.warn)
+    if placed := sorted(filter(LAUNCHER.fullmatch, os.environ)):
+        hint = "start a run once, without torchrun or mpirun: it starts its own ranks"
+        alone = all(os.environ.get(name, "1") == "1" for name in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"))
+        yield outcome("launcher", alone, f"not inherited: {', '.join(placed)}", hint, otherwise=CheckStatus.warn)
+    if proxies := sorted(name for name in os.environ if name.lower() in PROXIES):
+        yield Finding("proxies", f"{', '.join(proxies)}; a run's own servers are outside of them")
+
+
+def reachable(config: RunConfig) -> Iterator[Finding]:
+    """Check access to what a run downloads, to its cluster, and to engines that are running."""
+    if not config.model.local.is_dir():
+        yield _hub("model", str(config.model.path), "model.path")
+    teacher = config.teacher.model(config.model)
+    if teacher is not None and not teacher.local.is_dir():
+        yield _hub("model", str(teacher.path), "teacher.path")
+    for key, path in rows.paths(config.data).items():
+        for part in [path] if isinstance(path, str) else path:
+            if sources.is_remote(part) and not Path(part).expanduser().is_dir():
+                yield _hub("dataset", part, key)
+
+    if config.cluster.address not in (None, "auto", "local"):
+        yield _cluster(str(config.cluster.address))
+    for url in config.rollout.urls:
+        yield _answers("engine", f"{url.rstrip('/')}/health", url, "start the server, or correct rollout.urls")
+
+
+def _hub(kind: str, name: str, key: str) -> Finding:
+    """Check that the hub, or its local cache, has a repository."""
+    from huggingface_hub import constants, scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+    from huggingface_hub.utils import build_hf_headers
+
+    try:
+        if any(repo.repo_id == name and repo.repo_type == kind for repo in scan_cache_dir().repos):
+            return Finding("hub", f"{name}, in its cache")
+    except CacheNotFound:
+        pass  # nothing was ever downloaded
+
+    request = Request(f"{constants.ENDPOINT}/api/{kind}s/{quote(name)}", headers=build_hf_headers())
+    hint = f"download it on a machine with network access, and set {key}=... to its folder"
+    return _answers("hub", request, name, hint)
+
+
+def _answers(subject: str, request: str | Request, name: str, hint: str) -> Finding:
+    try:
+        with urlopen(request, timeout=REACH_TIMEOUT_S) as reply:
+            return outcome(subject, reply.status == 200, f"{name} answers with {reply.status}", hint)
+    except OSError as error:  # every failure of urllib
+        return Finding(subject, f"{name} cannot be reached: {error}", CheckStatus.fail, hint)
+
+
+def _cluster(address: str) -> Finding:
+    parts = urlsplit(address if "://" in address else f"ray://{address}")
+    try:
+        with socket.create_connection((parts.hostname or "", parts.port or 6379), timeout=REACH_TIMEOUT_S):
+            return Finding("cluster", f"{address} answers")
+    except OSError as error:
+        hint = "start Ray there (launch/ray_cluster.sh), open the port, or leave cluster.address=null"
+        return Finding("cluster", f"{address}: {error}", CheckStatus.fail, hint)
+
+
+def play_episode(run: RunInputs) -> Finding:
+    """Run an episode of the environment, whose replies are made up instead of sampled: no engine is needed.
+
+    first question ─→ begin ─→ reply: the answer ─→ step … ─→ no room for a further reply ─→ score ─→ close
+    """
+    settings = run.config.environment
+    if "model" in run.missing:
+        hint = "examine it again when the model is on this machine"
+        return Finding("episodes", "no environment was loaded", CheckStatus.warn, hint)
+
+    name = settings._target_ or settings.kind.name
+    limit_s = settings.timeout_s * (MAX_REPLIES + 2)
+    try:
+        replies, end = asyncio.run(_play(run, _task(run), tokenizer_of(run.tokenizer), limit_s))
+        if isinstance(end, End):
+            scores = ", ".join(f"{key} {value:g}" for key, value in end.scores.items()) or "no score of its own"
+            return Finding("episodes", f"{name}, an episode of {plural(replies, 'made-up turn')}: {scores}")
+        why = without_log(end.text).rstrip(".")
+    except TimeoutError:
+        why = f"no end within {limit_s:g} s"
+    except ConfigError as error:
+        return Finding("episodes", str(error), CheckStatus.fail, REFUSED)
+
+    message = f"{name}, an episode of made-up turns failed: {why}"
+    return Finding("episodes", message, CheckStatus.fail, "correct the environment: a reply must not fail it")
+
+
+def _task(run: RunInputs) -> Task:
+    """Return the task of a training row, as an evaluation; a made-up one if the rows are not on this machine."""
+    if "data" in run.missing and not run.config.data.from_environment:
+        return Task("doctor/0@0", QUESTION, ANSWER, "doctor", training=False)
+    row = run.rows.train[0]
+    messages = conversation(row, run.config.data)
+    name = f"{row.source}/{row.index}@0"
+    return Task(name, row.question, row.answer, row.source, dict(row.columns), run.config.seed, False, messages)
+
+
+async def _play(run: RunInputs, task: Task, tokenize: Tokenize, limit_s: float) -> tuple[int, End | Failed]:
+    """Reply with the task's answer, then with nothing, because nothing has room. Returns the replies and the end."""
+    reply = [*tokenize(task.answer or ANSWER)][:MAX_REPLY_TOKENS]
+    replies = 0
+    async with tried_pool(run.config, run.model_path) as pool, asyncio.timeout(limit_s):
+        session = await pool.begin(task, [*tokenize(task.question or QUESTION)])
+        try:
+            while isinstance(event := await session.next(), SampleRequest):
+                room = replies < MAX_REPLIES
+                replies += room
+                logprobs = [-1.0] * len(reply) if event.logprobs and room else None
+                answer = Answer(event.number, reply if room else [], "stop" if room else "full", logprobs)
+                session.reply(event, answer)
+            return replies, event
+        finally:
+            await asyncio.wait([asyncio.ensure_future(session.close())], timeout=CLOSING_S)

@@ -29,8 +29,7 @@ from app.config.model import LoraConfig
 from app.device import device_of
 from app.errors import FAILED_EXIT
 from app.mode import ModeResult
-from app.mode.parity.engine import ADAPTER_SEEDS, Sampled, sample
-from app.mode.parity.weights import set_weights
+from app.mode.parity.engine import ADAPTER_SEEDS, Sampled, sample, set_weights
 from app.model.hf_directory import locate
 from app.model.kernels import CPU_KERNELS, Kernels, kernels_of
 from app.model.load import load
@@ -121,11 +120,9 @@ def run(config: RunConfig, folder: Path) -> ModeResult:
 def engine_comparisons(config: RunConfig, path: Path, folder: Path) -> list[Comparison]:
     """Compare an engine's synced weights and its log-probabilities, with LoRA those of each version of the adapters."""
     sampled = sample(config, folder)
-    failed = [each for each in sampled if not each.synced]
-    for each in failed:
-        log.error(each.error)
-    if failed:
-        return [Comparison(SYNCED, float(len(failed)), SYNCED_BOUND)]
+    if error := sampled[-1].error:
+        log.error(error)
+        return [Comparison(SYNCED, 1.0, SYNCED_BOUND)]
 
     bound = max(BOUNDS[config.device.dtype].logprob, ENGINE_FLOAT32)
     names = ADAPTED if config.model.lora.enabled else PERTURBED
@@ -205,13 +202,11 @@ def packed(
     pairs: Sequence[tuple[np.ndarray, Completion]], device: torch.device, advantages: np.ndarray | None = None
 ) -> MicroBatch:
     """Pack prompts [P] int32 and their completions as the trainer does; advantages [S] default to 1."""
-    weights = np.ones(len(pairs)) if advantages is None else advantages
     samples = []
     for index, (prompt, completion) in enumerate(pairs):
         sequence = TokenSequence.of(Prompt("parity/0@0", prompt, answer="", source="parity"), completion)
-        samples.append(
-            Sample(sequence, float(weights[index]), 1.0, ("parity/0@0", index, 0), len(completion.token_ids))
-        )
+        advantage = 1.0 if advantages is None else float(advantages[index])
+        samples.append(Sample(sequence, advantage, 1.0, ("parity/0@0", index, 0), len(completion.token_ids)))
     return pack(samples, device)
 
 
@@ -236,16 +231,16 @@ def comparisons(outcome: Outcome, reference: Outcome, bounds: Bounds) -> list[Co
         Comparison("loss", abs(outcome.loss - reference.loss), bounds.loss),
     ]
 
-    # per layer: squared norms of the difference and of the reference
-    squared: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    errors: dict[str, float] = defaultdict(float)  # by layer: squared norm of the difference
+    sizes: dict[str, float] = defaultdict(float)  # and of the reference
     for name, expected in reference.gradients.items():
         actual = outcome.gradients.get(name)
-        sums = squared[layer_of(name)]
-        sums[0] += math.inf if actual is None else (actual - expected).double().square().sum().item()
-        sums[1] += expected.double().square().sum().item()
+        layer = layer_of(name)
+        errors[layer] += math.inf if actual is None else (actual - expected).double().square().sum().item()
+        sizes[layer] += expected.double().square().sum().item()
 
-    for layer, (error, size) in squared.items():
-        relative = math.sqrt(error / size) if size > 0 else math.sqrt(error)
+    for layer, error in errors.items():
+        relative = math.sqrt(error / (sizes[layer] or 1.0))
         lines.append(Comparison(f"gradient of {layer}", relative, bounds.gradient))
     return lines
 

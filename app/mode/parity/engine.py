@@ -4,6 +4,12 @@ The weight sync is that of a training step, with `weight_sync.verify=always`: th
 exported checkpoint. The completions come back with the engine's log-probabilities. Several versions are synced and
 sampled, one after the other: with LoRA two of random adapters, otherwise the checkpoint, the checkpoint with noise and
 the checkpoint again. Only the first two syncs load the export too, so the last one shows what a sync alone refreshes.
+
+Noise moves each entry by `NOISE` of itself: an engine that computes with something that it derived from earlier weights
+is then off by more than rounding. In bfloat16 an old copy has to change more than rounding does. Of SmolLM2-135M, with
+30 layers, old output projections of attention shift a log-probability by 0.02 at a noise of 1 % and by 0.1 at 5 %,
+rounding by 0.04 at both and by 0.17 at 10 %. Of a random Qwen3.5 of 24 layers old convolutions shift it by 0.4 at 5 %,
+rounding by 0.05.
 """
 
 import asyncio
@@ -12,15 +18,23 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from app.config import RunConfig
 from app.config.placement import PlacementKind
 from app.config.weight_sync import Verify
 from app.device import device_of
 from app.errors import SyncError
-from app.mode.parity.weights import Versions
+from app.model.load import reload
+from app.model.lora.layer import randomize, seeded
+from app.model.lora.names import adapter_tensors
+from app.model.policy import PolicyModel, named_checkpoint_tensors
+from app.model.sharding import local_shard, own_rows
 from app.placement.time_sharing import TimeSharing
 from app.start.session import RolloutWorkers, TrainerWorkers, start_rollout_workers, start_trainer_workers
 from app.tracking.run_folder.timeline import Timeline
@@ -33,17 +47,17 @@ MAX_TOKENS = 32
 ADAPTER_SEEDS = (1, 2)  # of the adapters of the policy versions 0 and 1
 SEEDS = (None, 1, None)  # without adapters: of the noise of the versions 0 to 2; None: the checkpoint
 EXTENSION = "versions"
+NOISE = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
     """A prompt and its completions, from an engine with synced weights."""
 
-    synced: bool  # the synced weights equal the exported checkpoint
-    error: str  # empty if synced
     prompt: np.ndarray  # [P] int32
     completions: Sequence[Completion]
-    seed: int | None = None  # of its weights, see `weights.py`; None: the checkpoint
+    seed: int | None = None  # of its weights; None: the checkpoint
+    error: str = ""  # of a sync after which the engine's weights differ from the exported checkpoint
 
 
 @dataclass
@@ -81,13 +95,13 @@ async def _sample(config: RunConfig, folder: Path) -> list[Sampled]:
 
     async with (
         start_rollout_workers(config, device, folder, recorder) as workers,
-        start_trainer_workers(config, device, folder, workers, first=True) as made,
+        start_trainer_workers(config, device, folder, workers, first=True) as training,
     ):
-        await made.trainer.attach(EXTENSION, Versions)
+        await training.trainer.attach(EXTENSION, Versions)
         sampled: list[Sampled] = []
         for version, seed in enumerate(seeds):
-            sampled.append(await _sample_version(config, workers, made, recorder, version, seed))
-            if not sampled[-1].synced:
+            sampled.append(await _sample_version(config, workers, training, recorder, version, seed))
+            if sampled[-1].error:
                 break
         return sampled
 
@@ -95,7 +109,7 @@ async def _sample(config: RunConfig, folder: Path) -> list[Sampled]:
 async def _sample_version(
     config: RunConfig,
     workers: RolloutWorkers,
-    made: TrainerWorkers,
+    training: TrainerWorkers,
     recorder: StderrRecorder,
     version: int,
     seed: int | None,
@@ -103,22 +117,58 @@ async def _sample_version(
     prompt = np.random.default_rng(0).integers(4, 60, PROMPT_TOKENS).astype(np.int32)
     request = GroupRequest(f"parity/{version}@0", prompt, GROUP_SIZE, Sampling(1.0, 1.0, MAX_TOKENS), version)
     adapters = config.model.lora.enabled
-    devices = TimeSharing(config.offload, made.trainer, workers.pool, workers.supervisor, adapters=adapters)
+    devices = TimeSharing(config.offload, training.trainer, workers.pool, workers.supervisor, adapters=adapters)
     colocated = config.placement.kind is PlacementKind.colocate
 
     if colocated and version:
         await devices.give_to_trainer()
     if version or seed is not None:
-        await made.trainer.call(EXTENSION, Versions.set, seed=seed)
+        await training.trainer.call(EXTENSION, Versions.set, seed=seed)
     recorder.status("syncing weights")
     try:
         if colocated:
-            await devices.give_to_engines(lambda: made.synchronizer.sync(version))
+            await devices.give_to_engines(lambda: training.synchronizer.sync(version))
         else:
-            await made.synchronizer.sync(version)
+            await training.synchronizer.sync(version)
     except SyncError as error:
-        return Sampled(False, str(error), prompt, (), seed)
+        return Sampled(prompt, (), seed, str(error))
 
     recorder.status("sampling")
     groups = await asyncio.gather(*(engine.generate(request) for engine in workers.pool.engines))
-    return Sampled(True, "", prompt, [completion for group in groups for completion in group], seed)
+    return Sampled(prompt, [completion for group in groups for completion in group], seed)
+
+
+class Versions:
+    """An extension of a trainer rank that sets the weights of a version."""
+
+    def __init__(self, trainer_rank: Any):
+        self.rank = trainer_rank
+
+    def set(self, seed: int | None) -> None:
+        """Set the weights of a seed; None: those of the checkpoint."""
+        spec = self.rank.spec
+        if not spec.lora.enabled:
+            reload(self.rank.model, spec.model_path)
+        if seed is not None:
+            set_weights(self.rank.model, seed, getattr(torch, spec.dtype.name))
+
+
+def set_weights(policy: PolicyModel, seed: int, dtype: torch.dtype) -> None:
+    """Set random adapters; without adapters, add noise to the checkpoint's weights and round them to `dtype`."""
+    if any(adapter_tensors(policy)):
+        randomize(policy.causal_lm, seed)
+        return
+    for name, parameter in named_checkpoint_tensors(policy):
+        _add_noise(parameter, seeded(f"{seed}/{name}"), dtype)
+
+
+@torch.no_grad()
+def _add_noise(parameter: Tensor, generator: torch.Generator, dtype: torch.dtype) -> None:
+    """Multiply each entry by 1 ± `NOISE`: by the product of random signs of its row and of its place in the row."""
+    shape = parameter.shape
+    rows, places = (torch.randint(0, 2, part, generator=generator) * 2.0 - 1 for part in (shape[:1], shape[1:]))
+    own = rows[own_rows(parameter)] if isinstance(parameter, DTensor) else rows
+
+    shard = local_shard(parameter)
+    shard.mul_(1 + NOISE * own.view(-1, *[1] * places.dim()).to(shard) * places.to(shard))
+    shard.copy_(shard.to(dtype))  # as the engine has them: its rounding of the noise is not an error of the engine

@@ -94,9 +94,7 @@ def _decode_seconds(
 
     completion = config.rollout.max_completion_tokens
     longest = config.rollout.max_tokens
-    at_once = min(config.requests_per_engine, int(str(flags["max-running-requests"])), engine.kv_tokens // longest)
-    if engine.state_requests is not None:
-        at_once = min(at_once, engine.state_requests)
+    at_once = min(config.requests_per_engine, int(str(flags["max-running-requests"])), engine.fitting(longest))
     if at_once == 0:
         return None
 

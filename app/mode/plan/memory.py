@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from app.config import RunConfig
 from app.config.device import DeviceKind
-from app.config.placement import PlacementKind
 from app.device import Device
 from app.mode.plan.trainer_memory import FLOAT32, Items, TrainerMemoryPlan, plan_trainer
 from app.model.architecture import Architecture, adapter_parameters, architecture_of
@@ -45,6 +44,11 @@ class EngineMemoryPlan:
         """Requests whose states fit."""
         return None if self.state_slots is None else self.state_slots // self.states_per_request
 
+    def fitting(self, tokens: int) -> int:
+        """Requests of this length whose caches fit."""
+        fitting = self.kv_tokens // tokens
+        return fitting if self.state_requests is None else min(fitting, self.state_requests)
+
     @property
     def caches(self) -> Items:
         """KV cache and request states."""
@@ -75,9 +79,7 @@ def plan_engine(
 ) -> EngineMemoryPlan:
     """Plan an engine rank that starts with these SGLang flags on a device of `capacity` bytes.
 
-    Args:
-        capacity: Bytes of a device.
-        logit_rows: Tokens whose logits it computes at once; None: one of each request.
+    `logit_rows` is the number of tokens whose logits it computes at once; None: one of each request.
     """
     item = config.device.dtype.bytes
     width = int(str(flags["tp-size"]))
@@ -106,18 +108,17 @@ def plan_engine(
     layer = min(chunk, kv_tokens or chunk) * (4 * model.hidden + 3 * model.ffn / width) * item
     activations = layer + 2 * FLOAT32 * (logit_rows or requests) * model.vocabulary
 
-    resident = {"engine runtime": device.engine_runtime_gib * GIB}
     return EngineMemoryPlan(
-        weights,
-        cache_bytes,
-        token_bytes,
-        state_bytes,
-        kv_tokens,
-        state_slots,
-        states_per_request,
-        activations,
-        kept,
-        resident,
+        weights=weights,
+        cache_bytes=cache_bytes,
+        token_bytes=token_bytes,
+        state_bytes=state_bytes,
+        kv_tokens=kv_tokens,
+        state_slots=state_slots,
+        states_per_request=states_per_request,
+        activations=activations,
+        kept=kept,
+        resident={"engine runtime": device.engine_runtime_gib * GIB},
     )
 
 
@@ -169,12 +170,15 @@ def plan_memory(config: RunConfig, device: Device, model: Architecture, flags: M
     trainer = plan_trainer(config, device, model)
     engine = plan_engine(config, device, model, flags, limit.bytes)
 
-    if config.rollout.urls:
-        phases = _trainer_phases(trainer)
-    elif config.placement.kind is PlacementKind.colocate:
+    if config.shared_devices:
         phases = _shared_phases(config, device, trainer, engine)
     else:
-        phases = [*_trainer_phases(trainer), *_engine_phases(trainer, engine)]
+        base = {**trainer.offloadable, **trainer.resident}
+        added = {**trainer.peaks, "sync": trainer.syncing}
+        phases = [Phase("trainer device", name, {**base, **items}) for name, items in added.items()]
+        if not config.rollout.urls:
+            syncing = {**engine.syncing(trainer.bucket), **engine.caches}  # the caches stay during a sync
+            phases += [Phase("engine device", "generate", engine.generating), Phase("engine device", "sync", syncing)]
 
     teacher = plan_teacher(config, device, limit.bytes)
     if teacher is not None:
@@ -205,27 +209,13 @@ def capacity(config: RunConfig, device: Device) -> Capacity:
     return Capacity(reported * GIB, "this machine's device")
 
 
-def _trainer_phases(trainer: TrainerMemoryPlan) -> list[Phase]:
-    base = {**trainer.offloadable, **trainer.resident}
-    added = {**trainer.peaks, "sync": trainer.syncing}
-    return [Phase("trainer device", name, {**base, **items}) for name, items in added.items()]
-
-
-def _engine_phases(trainer: TrainerMemoryPlan, engine: EngineMemoryPlan) -> list[Phase]:
-    syncing = {**engine.syncing(trainer.bucket), **engine.caches}  # the caches stay during a sync
-    return [Phase("engine device", "generate", engine.generating), Phase("engine device", "sync", syncing)]
-
-
 def _shared_phases(
     config: RunConfig, device: Device, trainer: TrainerMemoryPlan, engine: EngineMemoryPlan
 ) -> list[Phase]:
     """Plan colocate, where either side may be offloaded while the other works."""
-    state = trainer.offloadable
-    idle_trainer = state
-    syncing_trainer = state
+    idle_trainer, syncing_trainer = trainer.offloadable, trainer.offloadable
     if config.offload.trainer and device.shares_memory:
-        idle_trainer = {}
-        syncing_trainer = trainer.parameters
+        idle_trainer, syncing_trainer = {}, trainer.parameters
 
     idle_engine = engine.generating
     syncing_engine = {**engine.syncing(trainer.bucket), **engine.caches}
@@ -235,7 +225,7 @@ def _shared_phases(
 
     phases = {
         "generate": {**idle_trainer, **engine.generating},
-        **{name: {**state, **items, **idle_engine} for name, items in trainer.peaks.items()},
+        **{name: {**trainer.offloadable, **items, **idle_engine} for name, items in trainer.peaks.items()},
         "sync": {**syncing_trainer, **trainer.syncing, **syncing_engine},
     }
     return [Phase("shared device", name, {**trainer.resident, **items}) for name, items in phases.items()]

@@ -1,8 +1,7 @@
-"""What makes a plan fit that does not: changes of the configuration, each planned again."""
+"""Suggested changes of the configuration when memory does not fit, each planned again."""
 
 import copy
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from operator import attrgetter
 
 from app.config import RunConfig
@@ -23,75 +22,65 @@ SMALLEST_GAIN = 0.01  # of the peak
 FACTORS = (2, 4, 8)  # more devices
 LORA_RANK = 32
 
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """One remedy: settings to change, or a smaller model to train."""
-
-    settings: Mapping[str, object] = field(default_factory=dict)  # dotted key → value
-    model: str | None = None  # id of a smaller model
-
-    def __str__(self) -> str:
-        if self.model is not None:
-            return f"model=hf model.path={self.model}"
-        return " ".join(f"{key}={yaml_text(value)}" for key, value in self.settings.items())
+Change = Mapping[str, object]  # setting → value
 
 
-def remedies_of(config: RunConfig, device: Device, model: Architecture) -> list[list[str]]:
+def remedies_of(config: RunConfig, device: Device, model: Architecture) -> list[str]:
     """Return a section of the plan with what to try, if the run does not fit; else nothing."""
     plan = _plan(config, device, model)
     if _fits(config, plan):
         return []
 
     lines = ["To make it fit, try one or several of"]
-    for change in _changes(config, device, model):
+    for change, changed_model in _changes(config, device, model):
         changed = _changed(config, change)
-        if not _is_accepted(changed):
+        try:
+            changed.validate()
+        except ConfigError:
             continue
 
-        replanned = _plan(changed, device, SMALLER.get(change.model or "", model))
+        replanned = _plan(changed, device, changed_model)
         if _better(plan, replanned):
+            settings = " ".join(f"{key}={yaml_text(value)}" for key, value in change.items())
             verdict = "fits" if _fits(changed, replanned) else "does not fit alone"
-            lines.append(f"  {change}: peak {replanned.peak_phase.bytes / GIB:.2f} GiB, {verdict}")
-    return [lines] if len(lines) > 1 else []
+            lines.append(f"  {settings}: peak {replanned.peak_phase.bytes / GIB:.2f} GiB, {verdict}")
+    return lines if len(lines) > 1 else []
 
 
-def _changes(config: RunConfig, device: Device, model: Architecture) -> Iterator[Change]:
-    """Yield changes from the cheapest to those that need other hardware or another model."""
-    placement = config.placement
+def _changes(config: RunConfig, device: Device, model: Architecture) -> Iterator[tuple[Change, Architecture]]:
+    """Yield changes and the model that they train, from the cheapest to those that need other hardware or models."""
     rollout = config.rollout
-    colocated = placement.kind is PlacementKind.colocate
+    colocated = config.placement.kind is PlacementKind.colocate
 
+    changes: list[Change] = []
     if config.trainer.activation_checkpointing is not Checkpointing.all:
-        yield Change({"trainer.activation_checkpointing": Checkpointing.all})
+        changes.append({"trainer.activation_checkpointing": Checkpointing.all})
     if colocated and device.shares_memory and not (config.offload.engine and config.offload.trainer):
-        yield Change({"offload.engine": True, "offload.trainer": True})
+        changes.append({"offload.engine": True, "offload.trainer": True})
 
     if config.trainer.tokens_per_microbatch > rollout.max_tokens:
-        yield Change({"trainer.tokens_per_microbatch": rollout.max_tokens})
+        changes.append({"trainer.tokens_per_microbatch": rollout.max_tokens})
     shorter = rollout.max_completion_tokens // 2
     if shorter >= SHORTEST:
-        yield Change(
-            {
-                "rollout.max_completion_tokens": shorter,
-                "trainer.tokens_per_microbatch": rollout.max_prompt_tokens + shorter,
-            }
-        )
+        microbatch = rollout.max_prompt_tokens + shorter
+        changes.append({"rollout.max_completion_tokens": shorter, "trainer.tokens_per_microbatch": microbatch})
     if colocated and memory_fraction(config, device) > LOWER_FRACTION:
-        yield Change({"rollout.memory_fraction": LOWER_FRACTION})
+        changes.append({"rollout.memory_fraction": LOWER_FRACTION})
 
     if not config.model.lora.enabled:
-        yield Change({"model.lora.rank": LORA_RANK, "trainer.lr": float(f"{LORA_RATE * config.trainer.lr:.3g}")})
+        rate = float(f"{LORA_RATE * config.trainer.lr:.3g}")
+        changes.append({"model.lora.rank": LORA_RANK, "trainer.lr": rate})
 
-    yield _more_devices(config, device, model)
+    changes.append(_more_devices(config, device, model))
     if config.teacher_devices:
         lower = {**config.teacher.engine_args, "mem-fraction-static": LOWER_FRACTION}
-        yield Change({"teacher.engine_args": lower})
-        yield Change({"teacher.devices": 2 * config.teacher.devices, "teacher.engine_args": lower})
+        changes.append({"teacher.engine_args": lower})
+        changes.append({"teacher.devices": 2 * config.teacher.devices, "teacher.engine_args": lower})
 
-    for name, smaller in SMALLER.items():
+    yield from ((change, model) for change in changes)
+    for path, smaller in SMALLER.items():
         if smaller.parameters < model.parameters:
-            yield Change(model=name)
+            yield {"model": "hf", "model.path": path}, smaller
 
 
 def _more_devices(config: RunConfig, device: Device, model: Architecture) -> Change:
@@ -99,19 +88,17 @@ def _more_devices(config: RunConfig, device: Device, model: Architecture) -> Cha
 
     The shards of the trainer get smaller; wider engines are only for weights that leave no room for caches.
     """
-    colocated = config.placement.kind is PlacementKind.colocate
-    change = Change()
+    keys = ["placement.trainer_devices"]
+    if config.placement.kind is PlacementKind.colocate:
+        keys = ["placement.devices"]
+    wider = _plan(config, device, model).engine.cache_bytes <= 0
+    if wider and config.placement.kind is not PlacementKind.colocate:
+        keys.append("placement.rollout_devices")
+    if wider:
+        keys.append("rollout.tensor_parallel")
+
     for factor in FACTORS:
-        devices: dict[str, object] = {"placement.trainer_devices": factor * config.placement.trainer_devices}
-        if colocated:
-            devices = {"placement.devices": factor * config.placement.devices}
-
-        if _plan(config, device, model).engine.cache_bytes <= 0:
-            if not colocated:
-                devices["placement.rollout_devices"] = factor * config.placement.rollout_devices
-            devices["rollout.tensor_parallel"] = factor * config.rollout.tensor_parallel
-
-        change = Change(devices)
+        change = {key: factor * attrgetter(key)(config) for key in keys}
         changed = _changed(config, change)
         if _fits(changed, _plan(changed, device, model)):
             break
@@ -127,18 +114,11 @@ def _better(plan: MemoryPlan, other: MemoryPlan) -> bool:
 
 def _changed(config: RunConfig, change: Change) -> RunConfig:
     changed = copy.deepcopy(config)
-    for key, value in change.settings.items():
+    for key, value in change.items():
         section, _, name = key.rpartition(".")
-        setattr(attrgetter(section)(changed), name, value)
+        if section:  # a preset's shapes are those of the model beside it
+            setattr(attrgetter(section)(changed), name, value)
     return changed
-
-
-def _is_accepted(config: RunConfig) -> bool:
-    try:
-        config.validate()
-    except ConfigError:
-        return False
-    return True
 
 
 def _plan(config: RunConfig, device: Device, model: Architecture) -> MemoryPlan:

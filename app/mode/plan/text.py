@@ -1,4 +1,4 @@
-"""Text of the plan's memory, engine and weight-sync sections."""
+"""The plan's sections on memory, weight sync, time, disk and engines, as lines of text."""
 
 import math
 import shlex
@@ -42,30 +42,25 @@ def memory(config: RunConfig, device: Device, model: Architecture, flags: Mappin
     for phase in plan.phases:
         lines.append(f"  {phase.device:<14}  {phase.name:<{width}}  {_gib(phase.bytes):>9}  = {_items(phase)}")
 
-    if config.shared_devices and device.shares_memory and config.placement.trainer_ranks > 1:
-        lines.append(
-            f"  the runtime of {device.trainer_runtime_gib:g} GiB has {device.collective}'s buffers; torch has no call "
-            "that releases them while engines generate"
-        )
     peak = plan.peak_phase
     left = total - peak.bytes
     fit = f"{_gib(left)} left" if left >= 0 else f"DOES NOT FIT: {_gib(-left)} too much"
     lines.append(f"  peak: {peak.device}, {peak.name}: {_gib(peak.bytes)} of {_gib(total)}, {fit}")
     lines += [*_caches(config, model, plan.engine, flags), *_radix_cache(config, device, model, flags)]
-    return [*lines, *_teacher_cache(config, plan)]
+    if config.teacher_devices:
+        lines.append(_teacher_cache(config, plan))
+    return lines
 
 
-def _teacher_cache(config: RunConfig, plan: MemoryPlan) -> list[str]:
-    """What fits into the KV cache of the teacher that the run starts."""
-    if not config.teacher_devices:
-        return []
+def _teacher_cache(config: RunConfig, plan: MemoryPlan) -> str:
+    """Return what fits into the KV cache of the teacher that the run starts."""
     if plan.teacher is None:
-        return [f"  teacher: no estimate, the shapes of teacher.path={config.teacher.path} are not on this machine"]
+        return f"  teacher: no estimate, the shapes of teacher.path={config.teacher.path} are not on this machine"
     if plan.teacher.cache_bytes <= 0:
-        return [f"  teacher: NO ROOM: weights take {_gib(plan.teacher.weights)} of a device; raise teacher.devices"]
-    tokens, longest = plan.teacher.kv_tokens, config.rollout.max_tokens
-    at_once = min(filter(None, (tokens // longest, plan.teacher.state_requests)), default=0)
-    return [f"  teacher: KV cache of {tokens:,} tokens; {at_once:,} sequences of {longest:,} tokens at once"]
+        return f"  teacher: NO ROOM: weights take {_gib(plan.teacher.weights)} of a device; raise teacher.devices"
+    longest = config.rollout.max_tokens
+    tokens, at_once = plan.teacher.kv_tokens, plan.teacher.fitting(longest)
+    return f"  teacher: KV cache of {tokens:,} tokens; {at_once:,} sequences of {longest:,} tokens at once"
 
 
 def _items(phase: Phase) -> str:
@@ -76,7 +71,7 @@ def _items(phase: Phase) -> str:
 
 
 def _caches(config: RunConfig, model: Architecture, engine: EngineMemoryPlan, flags: Mapping[str, object]) -> list[str]:
-    """What fits into an engine's caches, compared with what the run keeps in flight."""
+    """Return what fits into an engine's caches, beside what the run keeps in flight."""
     rollout = config.rollout
     if rollout.urls:
         return ["  caches: set by the running servers"]
@@ -90,16 +85,14 @@ def _caches(config: RunConfig, model: Architecture, engine: EngineMemoryPlan, fl
         f"  KV cache: {model.full_layers} of {model.layers} layers, {engine.token_bytes:,} bytes per "
         f"token and engine rank; {engine.kv_tokens:,} tokens per engine"
     ]
-    longest = rollout.max_tokens
-    fitting = engine.kv_tokens // longest
     if engine.state_requests is not None:
-        fitting = min(fitting, engine.state_requests)
         lines.append(
             f"  recurrent states: {engine.states_per_request} of {engine.state_bytes / MIB:.1f} MiB per request and "
             f"engine rank; {engine.state_requests:,} requests"
         )
+    longest = rollout.max_tokens
     lines.append(
-        f"  {fitting:,} completions of {longest:,} tokens fit per engine at once; "
+        f"  {engine.fitting(longest):,} completions of {longest:,} tokens fit per engine at once; "
         f"the run keeps up to {config.requests_per_engine:,} in flight on each, shorter ones need less"
     )
     return lines
@@ -135,19 +128,17 @@ def time(config: RunConfig, device: Device, model: Architecture, flags: Mapping[
 
 
 def _radix_cache(config: RunConfig, device: Device, model: Architecture, flags: Mapping[str, object]) -> list[str]:
-    """Completions of half the full length at a time with and without the radix cache, for recurrent states only."""
+    """Return completions of half the full length at a time with and without the radix cache, for recurrent states."""
     if config.rollout.urls or model.linear is None:
         return []
 
     limit = capacity(config, device).bytes
     half = config.rollout.max_tokens // 2
-    fitting = []
-    for off in (False, True):
-        engine = plan_engine(config, device, model, {**flags, RADIX_OFF: off}, limit)
-        requests = min(engine.state_requests or 0, engine.kv_tokens // half, int(str(flags["max-running-requests"])))
-        fitting.append(requests)
-
-    cached, alone = fitting
+    running = int(str(flags["max-running-requests"]))
+    cached, alone = (
+        min(running, plan_engine(config, device, model, {**flags, RADIX_OFF: off}, limit).fitting(half))
+        for off in (False, True)
+    )
     line = f"  radix cache: {cached:,} completions of {half:,} tokens at a time with it, {alone:,} without"
     if flags.get(RADIX_OFF):
         return [f"{line}; it is off: each completion and turn prefills its whole prompt"]
@@ -157,7 +148,7 @@ def _radix_cache(config: RunConfig, device: Device, model: Architecture, flags: 
 
 
 def disk(config: RunConfig, model: Architecture) -> list[str]:
-    """What the run keeps, and how much space it needs at most."""
+    """Return the space that the run needs at most, and what it keeps."""
     checkpoint = config.checkpoint
     plan = plan_disk(config, model)
     lines = [f"Disk: up to {size(plan.bytes)} in the run's folder"]
@@ -194,17 +185,34 @@ def _command(model: ModelConfig, device: Device, flags: Mapping[str, object]) ->
 
 
 def sync(config: RunConfig, device: Device, model: Architecture) -> list[str]:
-    """Bytes and expected seconds of a weight sync."""
-    if config.model.lora.enabled:
-        return [*_adapter_sync(config, model), *_training(config, device, model)]
+    """Bytes and expected seconds of a weight sync, and a training step that would outlast its deadline."""
+    lines = ["A weight sync", *(_adapters if config.model.lora.enabled else _weights)(config, device, model)]
+    training = training_seconds(config, device, model)
+    if training is not None and training > config.trainer.timeout_s and not config.stream:
+        lines.append(
+            f"  training a step of full-length trajectories ({step_tokens(config):,} tokens): about {training:.0f} s, "
+            f"LONGER THAN trainer.timeout_s={config.trainer.timeout_s:g}"
+        )
+    return lines
 
+
+def _adapters(config: RunConfig, _device: Device, model: Architecture) -> list[str]:
+    trained = adapter_parameters(model, config.model.lora)
+    sent = trained * config.device.dtype.bytes
+    return [
+        f"  adapters of rank {config.model.lora.rank}: {trained:,} parameters in {config.device.dtype.name}: {sent:,} "
+        f"bytes ({sent / MIB:.1f} MiB); the base of {model.parameters:,} parameters is never sent",
+        "  engines load them beside those in use, without a pause: a request ends with the adapter it began with",
+    ]
+
+
+def _weights(config: RunConfig, device: Device, model: Architecture) -> list[str]:
     item = config.device.dtype.bytes
     weights = model.parameters * item
     bucket = max(config.weight_sync.bucket_mib * MIB, model.largest_tensor * item)
     seconds = sync_seconds(config, device, model)
 
     lines = [
-        "A weight sync",
         f"  {model.parameters:,} parameters in {config.device.dtype.name}: {weights:,} bytes ({_gib(weights)}) in at "
         f"least {math.ceil(weights / bucket)} bucket(s) of up to {bucket / MIB:,.0f} MiB",
     ]
@@ -213,38 +221,13 @@ def sync(config: RunConfig, device: Device, model: Architecture) -> list[str]:
             f"  the largest tensor is a bucket of {bucket / MIB:,.0f} MiB by itself, since SGLang loads whole tensors: "
             f"rank 0 and each engine rank hold {_gib(2 * bucket)} during a sync"
         )
-    if seconds >= SHORTEST_SYNC:
-        lines.append(f"  about {seconds:.1f} s at {device.push_seconds_per_gb:g} s per GB over {device.collective}")
-    else:
-        lines.append("  less than a second")
+    rate = f"  about {seconds:.1f} s at {device.push_seconds_per_gb:g} s per GB over {device.collective}"
+    lines.append(rate if seconds >= SHORTEST_SYNC else "  less than a second")
     if config.weight_sync.mode is SyncMode.delta:
         location = "in host memory" if config.weight_sync.snapshot is SnapshotPlace.host else "on the device"
         kept = _gib(weights / config.placement.trainer_ranks)
         lines.append(f"  weight_sync.mode=delta sends changes only: each trainer rank keeps {kept} {location}")
-    return [*lines, *_training(config, device, model)]
-
-
-def _adapter_sync(config: RunConfig, model: Architecture) -> list[str]:
-    lora = config.model.lora
-    trained = adapter_parameters(model, lora)
-    sent = trained * config.device.dtype.bytes
-    return [
-        "A weight sync",
-        f"  adapters of rank {lora.rank}: {trained:,} parameters in {config.device.dtype.name}: {sent:,} bytes "
-        f"({sent / MIB:.1f} MiB); the base of {model.parameters:,} parameters is never sent",
-        "  engines load them beside those in use, without a pause: a request ends with the adapter it began with",
-    ]
-
-
-def _training(config: RunConfig, device: Device, model: Architecture) -> list[str]:
-    """A warning where training a full-length step would outlast the trainer's deadline."""
-    training = training_seconds(config, device, model)
-    if training is None or training <= config.trainer.timeout_s or config.stream:
-        return []
-    return [
-        f"  training a step of full-length trajectories ({step_tokens(config):,} tokens): about {training:.0f} s, "
-        f"LONGER THAN trainer.timeout_s={config.trainer.timeout_s:g}"
-    ]
+    return lines
 
 
 def _gib(weights: float) -> str:

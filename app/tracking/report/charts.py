@@ -16,104 +16,68 @@ class Chart:
     title: str
     metrics: tuple[str, ...]
     labels: tuple[str, ...]
-    form: str = "number"  # number, percent, seconds, count, bytes
-    kind: str = "line"  # line, stack
-    log: bool = False
-    note: str = ""
+    form: str  # number, percent, seconds, count, bytes
+    kind: str  # line, stack
+    log: bool
 
 
-CHARTS = (
-    Chart("learning", "Reward", ("reward/mean",), ("mean",)),
-    Chart("learning", "Accuracy", ("eval/accuracy", "reward/accuracy"), ("held-out", "training"), "percent"),
-    Chart("learning", "Entropy", ("entropy",), ("entropy",), note="nats per token"),
-    Chart("health", "Engine/trainer mismatch", ("mismatch/kl",), ("KL",), log=True),
-    Chart("health", "KL", ("kl/old", "kl/reference"), ("to the old policy", "to the reference")),
-    Chart(
+CHARTS: tuple[tuple[str, str, dict[str, str]], ...] = (  # section, title, metric → label
+    ("learning", "Reward", {"reward/mean": "mean"}),
+    ("learning", "Accuracy", {"eval/accuracy": "held-out", "reward/accuracy": "training"}),
+    ("learning", "Entropy (nats per token)", {"entropy": "entropy"}),
+    ("health", "Engine/trainer mismatch", {"mismatch/kl": "KL"}),
+    ("health", "KL", {"kl/old": "to the old policy", "kl/reference": "to the reference"}),
+    (
         "health",
         "Zero-variance groups, truncated completions",
-        ("reward/zero_std_fraction", "completion/truncated_fraction"),
-        ("zero variance", "truncated"),
-        "percent",
+        {"reward/zero_std_fraction": "zero variance", "completion/truncated_fraction": "truncated"},
     ),
-    Chart("health", "Staleness", ("staleness/max", "staleness/mean"), ("max", "mean"), note="weight syncs"),
-    Chart("health", "Gradient norm", ("grad_norm",), ("grad norm",), note="before clipping"),
-    Chart("health", "Norm of the adapters", ("lora/norm",), ("of what they add to the weights",)),
-    Chart("health", "Policy loss", ("loss/policy",), ("policy",)),
-    Chart("health", "Clipped ratios", ("clip/high_fraction", "clip/low_fraction"), ("high", "low"), "percent"),
-    Chart("health", "Completion length", ("completion/length_mean", "completion/length_p95"), ("mean", "p95"), "count"),
-    Chart(
-        "episodes", "Turns of an episode", ("environment/turns_mean", "environment/turns_max"), ("mean", "max"), "count"
-    ),
-    Chart("episodes", "Tokens of observations", ("environment/observation_tokens",), ("in an episode",), "count"),
-    Chart("episodes", "Tool calls", ("environment/tool_calls",), ("in an episode",)),
-    Chart(
-        "episodes",
-        "Failed tool calls, episodes without end",
-        ("environment/tool_failed_fraction", "environment/out_of_turns_fraction", "environment/out_of_time_fraction"),
-        ("tool calls that failed", "out of turns", "out of time"),
-        "percent",
-    ),
-    Chart("episodes", "Sequences of an episode", ("environment/sequences_mean",), ("mean",)),
-    Chart("episodes", "Time of an episode", ("environment/seconds",), ("mean",), "seconds"),
-    Chart(
-        "episodes",
-        "Waiting for environments, cached tokens",
-        ("environment/wait_fraction", "rollout/cached_fraction"),
-        ("no engine worked for the episode", "prompt tokens in the KV cache"),
-        "percent",
-    ),
-    Chart(
-        "time",
-        "Time of each step",
-        ("time/generate", "time/train", "time/sync"),
-        ("generate", "train", "sync"),
-        "seconds",
-        "stack",
-    ),
-    Chart("speed", "Generation", ("throughput/completion_tokens_per_second",), ("completion tokens/s",), "count"),
-    Chart("speed", "Host memory in use", ("memory/host_used_fraction",), ("fullest host",), "percent"),
-    Chart("speed", "Training", ("trainer/tokens_per_second",), ("tokens/s",), "count"),
-    Chart(
-        "sync",
-        "Time of each weight sync",
-        tuple(f"sync/{phase}_seconds" for phase in SYNC_PHASES),
-        SYNC_PHASES,
-        "seconds",
-        "stack",
-    ),
-    Chart("sync", "Bytes sent by each weight sync", ("sync/bytes",), ("bytes",), "bytes"),
-    Chart(
-        "sync",
-        "Adapters loaded after each sync",
-        ("lora/loaded_adapters",),
-        ("on the engine with the most",),
-        "count",
-    ),
+    ("health", "Staleness (weight syncs)", {"staleness/max": "max", "staleness/mean": "mean"}),
+    ("health", "Gradient norm (before clipping)", {"grad_norm": "grad norm"}),
+    ("health", "Policy loss", {"loss/policy": "policy"}),
+    ("health", "Clipped ratios", {"clip/high_fraction": "high", "clip/low_fraction": "low"}),
+    ("health", "Completion length", {"completion/length_mean": "mean", "completion/length_p95": "p95"}),
+    ("episodes", "Turns of an episode", {"environment/turns_mean": "mean", "environment/turns_max": "max"}),
+    ("time", "Time of each step", {f"time/{phase}": phase for phase in ("generate", "train", "sync")}),
+    ("speed", "Generation", {"throughput/completion_tokens_per_second": "completion tokens/s"}),
+    ("speed", "Training", {"trainer/tokens_per_second": "tokens/s"}),
+    ("sync", "Time of each weight sync", {f"sync/{phase}_seconds": phase for phase in SYNC_PHASES}),
+    ("sync", "Bytes sent by each weight sync", {"sync/bytes": "bytes"}),
 )
-FAMILIES = (  # section, title, the metrics of one chart with their label, form
-    ("learning", "At least one of k is correct", r"reward/(pass@.+)", "percent"),
-    ("episodes", "Scores of the environment", "environment/score_(.+)", "number"),
-    ("episodes", "Episodes that failed so far", "environment/failed_(.+)", "number"),
-    ("speed", "Memory (MiB, largest process of each role)", "memory/(.+)_mib", "count"),
+FAMILIES = (  # section, title, the metrics of one chart with their label
+    ("learning", "At least one of k is correct", r"reward/(pass@.+)"),
+    ("episodes", "Scores of the environment", "environment/score_(.+)"),
+    ("speed", "Memory (MiB, largest process of each role)", "memory/(.+)_mib"),
 )
-NOT_SHOWN = r"time/step|sync/total_seconds|eval/(.+/)?prompts"  # sums of what is shown, and constants
+FORMS = (  # form, its metrics
+    ("percent", r".*(_fraction|/accuracy)|reward/pass@.*"),
+    ("count", r".*_mib|.*tokens_per_second|completion/length_.*"),
+    ("seconds", r"time/.*|.*[_/]seconds"),
+    ("bytes", r".*bytes"),
+    ("number", r".*"),
+)
+STACKED = r"time/(generate|train|sync)|sync/.*_seconds"
+LOGARITHMIC = ("mismatch/kl",)
+NOT_SHOWN = r"time/step|sync/total_seconds|eval/(.+/)?prompts"  # sums of shown metrics, and constants
 
 
 def charts(runs: Sequence[RunData]) -> list[Chart]:
-    """Return a chart for every measured metric.
-
-    Those of `CHARTS` and `FAMILIES`, and one each for the rest, such as what an environment counts itself.
-    """
+    """Return charts that show every measured metric: those of `CHARTS` and `FAMILIES`, and one for each of the rest."""
     measured = sorted({name for run in runs for name in run.series if run.values(name)})
-    shown = [chart for chart in CHARTS if any(name in measured for name in chart.metrics)]
+    found = [chart for chart in CHARTS if not chart[2].keys().isdisjoint(measured)]
+    for section, title, pattern in FAMILIES:
+        matches = (re.fullmatch(pattern, name) for name in measured)
+        found.append((section, title, {match[0]: match[1].replace("_", " ") for match in matches if match}))
 
-    for section, title, pattern, form in FAMILIES:
-        found = {name: match[1].replace("_", " ") for name in measured if (match := re.fullmatch(pattern, name))}
-        if found:
-            shown.append(Chart(section, title, tuple(found), tuple(found.values()), form))
+    charted = {name for _, _, labels in found for name in labels}
+    for name in measured:
+        if name not in charted and not re.fullmatch(NOT_SHOWN, name):
+            found.append(("episodes" if name.startswith("environment/") else "more", name, {name: name}))
+    return [_chart(section, title, labels) for section, title, labels in found if labels]
 
-    named = {name for chart in shown for name in chart.metrics}
-    rest = [name for name in measured if name not in named and not re.fullmatch(NOT_SHOWN, name)]
-    return shown + [
-        Chart("episodes" if name.startswith("environment/") else "more", name, (name,), (name,)) for name in rest
-    ]
+
+def _chart(section: str, title: str, labels: dict[str, str]) -> Chart:
+    metrics = tuple(labels)
+    form = next(form for form, pattern in FORMS if re.fullmatch(pattern, metrics[0]))
+    kind = "stack" if len(metrics) > 1 and re.fullmatch(STACKED, metrics[0]) else "line"
+    return Chart(section, title, metrics, tuple(labels.values()), form, kind, metrics[0] in LOGARITHMIC)

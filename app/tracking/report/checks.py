@@ -6,11 +6,11 @@ Each gets a short answer, an explanation and a tone. The health answer is that o
 import math
 from dataclasses import dataclass
 from enum import Enum
-from statistics import fmean, median
+from statistics import fmean
 
 from app.tracking.number_format import count, duration, plural, seconds
 from app.tracking.report.data import RunData
-from app.tracking.rules import RULES, History, Reading, Rule, check_rules
+from app.tracking.rules import RULES, History, check_rules
 
 NOISE = 0.02  # smaller changes of accuracy do not count as learning
 PHASES = {  # phase → its label, how to shorten it
@@ -54,36 +54,28 @@ def learning_check(run: RunData) -> Check:
     question = "Did it learn?"
     accuracy = run.values("eval/accuracy")
     if len(accuracy) >= 2:
-        return Check(question, *_accuracy_change(accuracy))
+        first, last, best = accuracy[0], accuracy[-1], max(accuracy)
+        peak = f" (best {best:.1%})" if best > last else ""
+        explanation = f"Held-out accuracy went from {first:.1%} to {last:.1%}{peak}."
+        if last - first < -NOISE:
+            return Check(question, "No, it got worse", explanation, Tone.bad)
+        if last - first <= NOISE:
+            return Check(question, "Not visibly", explanation, Tone.warning)
+        if best - last > max(NOISE, last - first):
+            return Check(question, "Yes, then it declined", explanation, Tone.warning)
+        return Check(question, "Yes", explanation, Tone.good)
 
     what, values = ("Cross-entropy", run.values("loss/ce")) if run.imitates else ("Reward", run.values("reward/mean"))
     if len(values) < 4:
         return Check(question, "Too early", "There are too few steps to tell.", Tone.plain)
 
     fifth = max(1, len(values) // 5)
-    first = fmean(values[:fifth])
-    last = fmean(values[-fifth:])
+    first, last = fmean(values[:fifth]), fmean(values[-fifth:])
     spread = max(fmean(abs(value - last) for value in values[-fifth:]), 1e-9)
     explanation = f"{what} went from {first:.3g} (first fifth) to {last:.3g} (last fifth). There was no evaluation."
     if (first - last if run.imitates else last - first) > spread:
         return Check(question, "Yes", explanation, Tone.good)
     return Check(question, "Not visibly", explanation, Tone.warning)
-
-
-def _accuracy_change(accuracy: list[float]) -> tuple[str, str, Tone]:
-    """Return answer, explanation and tone for the held-out accuracy of each evaluation."""
-    best = max(accuracy)
-    change = accuracy[-1] - accuracy[0]
-    peak = f" (best {best:.1%})" if best > accuracy[-1] else ""
-    explanation = f"Held-out accuracy went from {accuracy[0]:.1%} to {accuracy[-1]:.1%}{peak}."
-
-    if change < -NOISE:
-        return "No, it got worse", explanation, Tone.bad
-    if change <= NOISE:
-        return "Not visibly", explanation, Tone.warning
-    if best - accuracy[-1] > max(NOISE, change):
-        return "Yes, then it declined", explanation, Tone.warning
-    return "Yes", explanation, Tone.good
 
 
 def time_check(run: RunData) -> Check:
@@ -104,70 +96,60 @@ def time_check(run: RunData) -> Check:
     longest = max(shares, key=lambda name: shares[name])
     label, remedy = PHASES[longest]
 
-    rate = run.values("throughput/completion_tokens_per_second")
-    speed = f", {count(median(rate))} completion tokens/s" if rate else ""
     phases = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
     overlap = " (phases overlap)" if sum(shares.values()) > 1.05 else ""
-    explanation = f"The mean step takes {seconds(whole / len(steps))}{speed}: {phases}{overlap}."
-
+    explanation = f"The mean step takes {seconds(whole / len(steps))}: {phases}{overlap}."
     total = run.summary.get("total/seconds", 0.0)
     outside = total - run.summary.get("total/step_seconds", total)
     if outside > 0:
         explanation += f" Startup, evaluation and the rest took {duration(outside)} of {duration(total)}."
-    explanation += f" To speed it up: {remedy}."
 
-    overhead = longest in ("sync", "other") and shares[longest] > 0.4
-    tone = Tone.warning if overhead else Tone.plain
-    return Check(question, f"{label} ({min(shares[longest], 1):.0%})", explanation, tone)
+    tone = Tone.warning if longest in ("sync", "other") and shares[longest] > 0.4 else Tone.plain
+    answer = f"{label} ({min(shares[longest], 1):.0%})"
+    return Check(question, answer, f"{explanation} To speed it up: {remedy}.", tone)
 
 
 def rules_check(run: RunData) -> Check:
     """Summarize the rules, the warnings and how the run ended."""
     question = "Is it healthy?"
     if run.summary.get("status") == "failed":
-        error = str(run.summary.get("error", "No error was recorded."))
-        return Check(question, "It failed", error, Tone.bad)
+        return Check(question, "It failed", str(run.summary.get("error", "No error was recorded.")), Tone.bad)
 
+    warnings = plural(len(run.warnings), "warning")
     checks = rule_checks(run)
     if not checks:
-        explanation = f"No step was measured; {plural(len(run.warnings), 'warning')}."
-        return Check(question, "Nothing to check", explanation, Tone.plain)
+        return Check(question, "Nothing to check", f"No step was measured; {warnings}.", Tone.plain)
 
-    problems = [check.question for check in checks if check.tone is Tone.warning]
-    over = [check.question for check in checks if check.over]
-    ended = f"{plural(len(run.warnings), 'warning')}{', over by the end: ' * bool(over)}{', '.join(over)}"
+    problems = ", ".join(check.question for check in checks if check.tone is Tone.warning)
+    over = ", ".join(check.question for check in checks if check.over)
+    ended = f"{warnings}{', over by the end: ' * bool(over)}{over}"
     if problems:
-        return Check(question, "Look closer", f"Unusual: {', '.join(problems)}; {ended}.", Tone.warning)
+        return Check(question, "Look closer", f"Unusual: {problems}; {ended}.", Tone.warning)
     return Check(question, "Yes", f"{plural(len(checks), 'check')} passed; {ended}.", Tone.good)
 
 
 def rule_checks(run: RunData) -> list[Check]:
     """Check each rule whose metric was measured."""
     history = History(max_staleness=run.config.get("placement.max_staleness", math.inf))
-    steps = []
+    found: dict[str, list[tuple[float, str | None]]] = {name: [] for name in RULES}  # value and problem of each step
     for row in run.rows:
-        history.add(row)
-        steps.append(check_rules(history))
-
-    checks = []
-    for name, rule in RULES.items():
-        readings = [step[name] for step in steps if name in step]
-        if readings:
-            checks.append(_rule_check(name, rule, readings))
-    return checks
+        history.add(row["step"], row)
+        for name, problem in check_rules(history).items():
+            found[name].append((history.last(RULES[name].metric)[0], problem))
+    return [_rule_check(name, steps) for name, steps in found.items() if steps]
 
 
-def _rule_check(name: str, rule: Rule, all_readings: list[Reading]) -> Check:
-    """Summarize the readings that judge a rule."""
-    readings = all_readings[-1:] if rule.at_end else all_readings
-    value = max((reading.value for reading in readings if math.isfinite(reading.value)), default=math.nan)
+def _rule_check(name: str, steps: list[tuple[float, str | None]]) -> Check:
+    """Summarize the steps that judge a rule."""
+    rule = RULES[name]
+    judged = steps[-1:] if rule.at_end else steps
+    value = max((value for value, _ in judged if math.isfinite(value)), default=math.nan)
     shown = count(value) if value >= 1000 else f"{value:.3g}"
     if rule.metric.endswith("_fraction"):
         shown = f"{value:.1%}"
 
-    problems = [reading.problem for reading in readings if reading.problem is not None]
+    problems = [problem for _, problem in judged if problem is not None]
     if problems:
-        tone = Tone.plain if rule.report_only else Tone.warning
-        return Check(name, shown, f"{problems[-1]} {rule.advice}", tone)
-    over = not rule.report_only and any(reading.problem is not None for reading in all_readings)
+        return Check(name, shown, f"{problems[-1]} {rule.advice}", Tone.warning)
+    over = any(problem is not None for _, problem in steps)
     return Check(name, shown, f"{rule.metric}, {'last step' if rule.at_end else 'largest'}", Tone.good, over)

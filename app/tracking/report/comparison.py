@@ -27,7 +27,7 @@ CHOICES = {
     "device": "device.kind",
 }
 # Where a run's records go, and where its servers listen, changes no result.
-NOT_COMPARED = re.compile(r"tracking\..*|rollout\.(port|urls)|cluster\.address")
+NOT_COMPARED = r"tracking\..*|rollout\.(port|urls)|cluster\.address"
 MAX_NAMED = 2  # settings beside the seed, by which runs are named; beyond it by their folders
 MAX_COLUMNS = 6  # settings in the tables for people; beyond it they are in the CSV file and below the charts alone
 # Settings that choose the evaluation's rows: those of sets of their own, or else those of the training rows.
@@ -104,8 +104,12 @@ def distinguishing(runs: Sequence[RunData]) -> list[str]:
     along, a setting is added only if it separates runs that those before it do not.
     """
     configured = [run for run in runs if run.config]
-    varying = [key for key in sorted({key for run in configured for key in run.config}) if _varies(key, configured)]
-    given = {_key(override) for run in configured for override in run.overrides}
+    # `resume` names the model that an evaluation evaluates, and of a training run only how it was started.
+    skipped = re.compile(f"{NOT_COMPARED}|resume" if not all(run.is_evaluation for run in runs) else NOT_COMPARED)
+    names = sorted({key for run in configured for key in run.config if not skipped.fullmatch(key)})
+    varying = [key for key in names if len({values_of(run, [key]) for run in configured}) > 1]
+    given = {override.lstrip("+~").split("=", 1)[0] for run in configured for override in run.overrides}
+    given = {CHOICES.get(key, key) for key in given}  # a group's choice shows in a setting
 
     choices = list(CHOICES.values())
     rank = {key: index for index, key in enumerate(choices)}
@@ -127,7 +131,7 @@ def values_of(run: RunData, keys: Sequence[str]) -> tuple[str, ...]:
 
 
 def label(key: str, keys: Sequence[str]) -> str:
-    """Return the short name of a key: its last word, or the whole key if another of `keys` ends like it.
+    """Return the short name of a key: its last word, or the whole key if another of `keys` ends alike.
 
     >>> label("trainer.lr", ["trainer.lr", "seed"]), label("algorithm.name", ["algorithm.name"])
     ('lr', 'algorithm')
@@ -136,19 +140,6 @@ def label(key: str, keys: Sequence[str]) -> str:
         return key.split(".")[0]
     last = key.rpartition(".")[2]
     return last if sum(other.rpartition(".")[2] == last for other in keys) == 1 else key
-
-
-def _varies(key: str, runs: Sequence[RunData]) -> bool:
-    # It names what an evaluation evaluates, and how a training run was started.
-    if NOT_COMPARED.fullmatch(key) or (key == "resume" and not all(run.is_evaluation for run in runs)):
-        return False
-    return len({values_of(run, [key]) for run in runs}) > 1
-
-
-def _key(override: str) -> str:
-    """Return the setting of an override, or the one that a group's choice shows in."""
-    key = override.lstrip("+~").split("=", 1)[0]
-    return CHOICES.get(key, key)
 
 
 def _evaluation(run: RunData) -> str:
@@ -160,23 +151,20 @@ def _evaluation(run: RunData) -> str:
 
 
 def _names(runs: Sequence[RunData], keys: Sequence[str]) -> list[str]:
-    """Name the runs by their values; by their folders too where the values are equal or unknown."""
-    folders = folder_names(runs)
-    few = 0 < len(keys) <= MAX_NAMED + (SEED in keys)
-    named = [_by_values(run, keys) if run.config and few else "" for run in runs]
+    """Name the runs by their values, as `dapo, lr=0.001, seed=1`; by their folders where those are equal or unknown."""
+    names = []
+    for run in runs:
+        parts = [
+            value if key in CHOICES.values() else f"{label(key, keys)}={value}"
+            for key, value in zip(keys, values_of(run, keys), strict=True)
+        ]
+        few = len(keys) <= MAX_NAMED + (SEED in keys)
+        names.append(", ".join(parts) if run.config and few else "")
+
     return [
-        name if name and named.count(name) == 1 else f"{name} ({folder})" if name else folder
-        for name, folder in zip(named, folders, strict=True)
+        name if name and names.count(name) == 1 else f"{name} ({folder})" if name else folder
+        for name, folder in zip(names, folder_names(runs), strict=True)
     ]
-
-
-def _by_values(run: RunData, keys: Sequence[str]) -> str:
-    """Return `dapo, lr=0.001, seed=1`."""
-    parts = [
-        value if key in CHOICES.values() else f"{label(key, keys)}={value}"
-        for key, value in zip(keys, values_of(run, keys), strict=True)
-    ]
-    return ", ".join(parts)
 
 
 def folder_names(runs: Sequence[RunData]) -> list[str]:

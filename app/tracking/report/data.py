@@ -16,8 +16,7 @@ from omegaconf import OmegaConf
 
 from app.config import Mode, RunConfig
 from app.tracking.number_format import MISSING
-from app.tracking.run_folder import WARNINGS, flatten, metrics_file, read_config, samples, summary
-from app.tracking.run_folder.aside import is_aside
+from app.tracking.run_folder import WARNINGS, flatten, is_aside, metrics_file, read_config, samples, summary
 
 POINTS = 600
 SAMPLED_STEPS = 40
@@ -76,6 +75,9 @@ def read_run(folder: Path) -> RunData:
     rows = list(metrics_file.read(folder / metrics_file.NAME))
     steps, series = curves(rows)
     config, overrides = read_config(folder)
+    warnings: dict[str, Mapping[str, Any]] = {}  # by text: a resumed run repeats those of its start
+    for warning in metrics_file.read(folder / WARNINGS):
+        warnings.setdefault(str(warning.get("text")), warning)
 
     return RunData(
         folder=folder,
@@ -85,7 +87,7 @@ def read_run(folder: Path) -> RunData:
         series=series,
         config=config,
         overrides=overrides,
-        warnings=read_warnings(folder / WARNINGS),
+        warnings=list(warnings.values()),
         samples=read_samples(folder, "eval" if config.get("mode") == Mode.eval.name else "step"),
     )
 
@@ -93,21 +95,20 @@ def read_run(folder: Path) -> RunData:
 def find_runs(folder: Path) -> list[Path]:
     """Return the run folders at or below `folder` (a sweep's, or `outputs`), sorted by path.
 
-    Symbolic links are followed, and a run that is reached twice is returned once. Records set
-    aside by a rewind are included only if `folder` points at them.
+    Symbolic links are followed, and a run that is reached twice is returned once. Records that were set aside are
+    included only if `folder` points at them.
     """
     found: list[Path] = []
     visited: set[Path] = set()
     for name, folders, files in os.walk(folder, followlinks=True):
         path = Path(name)
-        is_run = metrics_file.NAME in files
-        known = path.resolve() in visited
+        known = path.resolve() in visited  # links can make a loop
         visited.add(path.resolve())
-
-        if is_run and not known:
+        if metrics_file.NAME in files and not known:
             found.append(path)
-        # Not into a run's own folders, nor twice into a folder, which links can make a loop.
-        folders[:] = [] if is_run or known else [each for each in sorted(folders) if not is_aside(Path(each))]
+        if metrics_file.NAME in files or known:
+            folders.clear()
+        folders[:] = sorted(each for each in folders if not is_aside(Path(each)))
     return sorted(found)
 
 
@@ -119,14 +120,6 @@ def curves(rows: list[dict[str, Any]]) -> tuple[list[int], dict[str, list[float 
     names = sorted({name for row in rows for name in row} - {"step"})
     steps = [bucket[-1]["step"] for bucket in buckets]
     return steps, {name: [_mean(bucket, name) for bucket in buckets] for name in names}
-
-
-def read_warnings(path: Path) -> list[Mapping[str, Any]]:
-    """Return the warnings of a run, each text once: a resumed run repeats those of its start."""
-    first: dict[str, Mapping[str, Any]] = {}
-    for warning in metrics_file.read(path):
-        first.setdefault(str(warning.get("text")), warning)
-    return list(first.values())
 
 
 def read_samples(folder: Path, kind: str) -> list[Mapping[str, Any]]:
@@ -164,13 +157,9 @@ def _episode(row: Mapping[str, Any]) -> dict[str, Any]:
         return {}
 
     shown = [{**turn, "text": _short(turn.get("text"), TURN_LIMIT)} for turn in turns]
-    half = MAX_TURNS // 2
     if left_out := max(0, len(turns) - MAX_TURNS):
-        shown = [
-            *shown[:half],
-            {"role": "", "text": f"… {left_out} turns …", "tokens": 0, "seconds": 0},
-            *shown[-half:],
-        ]
+        gap = {"role": "", "text": f"… {left_out} turns …", "tokens": 0, "seconds": 0}
+        shown = [*shown[: MAX_TURNS // 2], gap, *shown[-MAX_TURNS // 2 :]]
     return {
         "turns": shown,
         "ending": row.get("ending"),

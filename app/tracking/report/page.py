@@ -34,7 +34,7 @@ def write_report(folder: Path, out: Path) -> Path:
 
 
 def unhealthy(folder: Path) -> dict[str, str]:
-    """Return what the report says of a run's health, for the last lines on the screen; nothing if there is nothing."""
+    """Return what the report has on a run's health, for the last lines on the screen; nothing if it is healthy."""
     check = rules_check(read_run(folder))
     return {"health": f"{check.answer}. {check.explanation}"} if check.tone is Tone.warning else {}
 
@@ -72,17 +72,16 @@ def _embedded(runs: Sequence[RunData], names: Sequence[str]) -> str:
             {
                 "name": name,
                 "steps": run.steps,
-                "series": {key: [_short(value) for value in values] for key, values in run.series.items()},
+                "series": {
+                    key: [None if value is None else float(f"{value:.6g}") for value in values]
+                    for key, values in run.series.items()
+                },
                 "samples": run.samples,
             }
             for run, name in zip(runs, names, strict=True)
         ],
     }
     return json.dumps(content, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
-
-
-def _short(value: float | None) -> float | None:
-    return None if value is None else float(f"{value:.6g}")
 
 
 def _header(runs: Sequence[RunData]) -> str:
@@ -108,9 +107,11 @@ def _header(runs: Sequence[RunData]) -> str:
 
 
 def _answers(run: RunData) -> str:
-    """Return a card for each of the three questions; of an evaluation, its table."""
+    """Return a card for each of the three questions; of an evaluation, a table of its sets."""
     if run.is_evaluation and run.summary.get("status") != Status.failed.value:
-        return _results(run)
+        table = _table(_escaped(evaluation_rows(set_metrics(run.rows[-1] if run.rows else {}))))
+        note = "<p class='none'>± is the standard error of the mean over the prompts.</p>"
+        return f"<section><h2>Accuracy</h2><div class='scroll compare'>{table}</div>{note}</section>"
 
     cards = [
         f"<article class='answer {check.tone.value}'><h2>{escape(check.question)}</h2>"
@@ -118,13 +119,6 @@ def _answers(run: RunData) -> str:
         for check in health_checks(run)
     ]
     return f"<section class='answers'>{''.join(cards)}</section>"
-
-
-def _results(run: RunData) -> str:
-    """Return a table of the evaluation sets of `mode=eval`, in place of the three questions."""
-    table = _table(_escaped(evaluation_rows(set_metrics(run.rows[-1] if run.rows else {}))))
-    note = "<p class='none'>± is the standard error of the mean over the prompts.</p>"
-    return f"<section><h2>Accuracy</h2><div class='scroll compare'>{table}</div>{note}</section>"
 
 
 def _comparison(comparison: Comparison) -> str:
@@ -152,10 +146,9 @@ def _details(run: RunData) -> list[str]:
 
 
 def _checks(run: RunData) -> str:
-    checks = rule_checks(run)
     rows = [
         [f"{_dot(check.tone)}{escape(check.question)}", escape(check.answer), escape(check.explanation)]
-        for check in checks
+        for check in rule_checks(run)
     ]
     return _table([["check", "value", "meaning"], *rows]) if rows else ""
 

@@ -1,4 +1,8 @@
-"""The files of a run's folder."""
+"""The files of a run's folder, and what is set aside in it.
+
+Records that a run does not continue from move to `aside_<n>/` in its folder and keep their names: those after the step
+that it is resumed from, or all of a run that ended before its first checkpoint and starts over. Nothing is deleted.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -6,9 +10,27 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from app.tracking.run_folder import metrics_file, samples, summary, timeline
+
 PROMPTS = "prompts.jsonl"  # prompt ids of each step
 WARNINGS = "logs/warnings.jsonl"
 CONFIG = "config"  # folder of the composed configuration
+ASIDE = "aside_"
+STEPPED = (metrics_file.NAME, PROMPTS, WARNINGS)  # one JSON object with a `step` per line
+ALL = (
+    metrics_file.NAME,
+    PROMPTS,
+    samples.FOLDER,
+    summary.NAME,
+    timeline.NAME,
+    "report.html",
+    CONFIG,
+    "export",
+    "final",
+    "logs",
+    "profile",
+    "tracking",
+)
 
 
 def read_config(folder: Path) -> tuple[dict[str, Any], list[str]]:
@@ -35,3 +57,33 @@ def flatten(node: Any, prefix: str = "") -> dict[str, Any]:
         else:
             flat[f"{prefix}{key}"] = value
     return flat
+
+
+def is_aside(path: Path) -> bool:
+    """Whether a path is, or is below, a folder of records that were set aside."""
+    return any(part.startswith(ASIDE) and part.removeprefix(ASIDE).isdecimal() for part in path.parts)
+
+
+def set_all_aside(folder: Path) -> Path:
+    """Move all records of the run in `folder`. Returns where to."""
+    aside = _next_aside(folder)
+    aside.mkdir()
+    for name in ALL:
+        if (folder / name).exists():
+            (folder / name).rename(aside / name)
+    return aside
+
+
+def set_later_aside(folder: Path, step: int) -> Path | None:
+    """Move the records of steps after `step`. Returns where to, or None if there are none."""
+    aside = _next_aside(folder)
+    for name in STEPPED:
+        metrics_file.move_after(folder / name, step, aside / name)
+    samples.move_after(folder, step, aside)
+    return aside if aside.exists() else None
+
+
+def _next_aside(folder: Path) -> Path:
+    """Return the first unused name."""
+    used = [int(path.name.removeprefix(ASIDE)) for path in folder.glob(f"{ASIDE}*") if is_aside(Path(path.name))]
+    return folder / f"{ASIDE}{max(used, default=0) + 1}"

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import orjson
 
-from app.types import Episode, Group, Trajectory
+from app.types import Episode, Group, Trajectory, VersionSpan
 from app.utils.files import replace_file
 
 FOLDER = "samples"
@@ -31,8 +31,7 @@ def write_samples(
         decode: Converts prompt tokens to text; None leaves the prompt's text out.
         kind: `step` for training data, `eval` for the samples of an evaluation after that step.
 
-    Returns:
-        The file, or None if there is nothing to write.
+    Returns the file, or None if there is nothing to write.
     """
     chosen = choose(groups, count)
     if not chosen:
@@ -75,7 +74,7 @@ def row(trajectory: Trajectory, decode: Decode | None) -> dict[str, object]:
         "finish_reason": completion.finish_reason.value,
         "reward": _finite(trajectory.reward),
         "reward_components": {name: _finite(value) for name, value in trajectory.reward_components.items()},
-        "versions": [[span.version, span.start, span.end] for span in completion.spans],
+        "versions": _versions(completion.spans),
         "prompt_tokens": prompt.token_ids,
         "tokens": completion.token_ids,
         "logprobs": _rounded(completion.logprobs),
@@ -94,11 +93,15 @@ def _episode(episode: Episode) -> dict[str, object]:
                 "tokens": sequence.token_ids,
                 "sampled": sequence.sampled.astype(int),
                 "logprobs": _rounded(sequence.logprobs),
-                "versions": [[span.version, span.start, span.end] for span in sequence.spans],
+                "versions": _versions(sequence.spans),
             }
             for sequence in episode.sequences
         ],
     }
+
+
+def _versions(spans: Sequence[VersionSpan]) -> list[list[int]]:
+    return [[span.version, span.start, span.end] for span in spans]
 
 
 def move_after(folder: Path, step: int, out: Path) -> None:

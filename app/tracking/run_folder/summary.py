@@ -103,7 +103,7 @@ class Summary:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """Return the content of `summary.json`, or an empty dictionary if there is none, or none that can be read."""
+    """Return the content of `summary.json`; an empty dictionary if there is none that can be read."""
     try:
         content = json.loads((folder / NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -117,18 +117,15 @@ def trace_events(spans: list[Span], zero: float) -> list[dict[str, object]]:
     rows: dict[str, list[list[float]]] = {}  # track → its rows → the ends of the row's open spans, outermost first
     row_of_span = [_assign_row(rows.setdefault(span.track, []), span) for span in spans]
 
-    first_tid: dict[str, int] = {}
-    next_tid = 1
-    for track, open_ends in rows.items():
-        first_tid[track] = next_tid
-        next_tid += len(open_ends)
-
     events: list[dict[str, object]] = [
         {"ph": "M", "pid": PID, "tid": 0, "name": "process_name", "args": {"name": "run"}}
     ]
+    first_tid: dict[str, int] = {}
+    tid = 0
     for track, open_ends in rows.items():
+        first_tid[track] = tid + 1
         for row in range(len(open_ends)):
-            tid = first_tid[track] + row
+            tid += 1
             name = track if row == 0 else f"{track} ·{row + 1}"
             events.append({"ph": "M", "pid": PID, "tid": tid, "name": "thread_name", "args": {"name": name}})
             events.append({"ph": "M", "pid": PID, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}})

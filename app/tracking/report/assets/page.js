@@ -122,7 +122,7 @@ function plot(node, chart, drawn) {
 }
 function addFigure(grid, chart, drawn, title) {
   const node = make("div", { class: "plot" });
-  const caption = make("figcaption", {}, make("span", { class: "title" }, title), make("span", { class: "note" }, chart.note));
+  const caption = make("figcaption", {}, make("span", { class: "title" }, title));
   grid.append(make("figure", {}, caption, node));
   const figure = { title, chart, drawn, node, plot: null };
   figures.push(figure);
