@@ -16,14 +16,13 @@ import numpy as np
 
 from app.config.data import DataConfig, Template
 from app.data import rows
-from app.data.counts import RowCounts, count, weights_of
+from app.data.counts import RowCounts
 from app.data.cursor import PromptCursor
-from app.data.fields import Row
-from app.data.records.messages import Message, WrongMessages, framed
+from app.data.row import Row
 from app.data.rows import DataRows
 from app.errors import ConfigError, expect, one_line
 from app.types import Prompt
-from app.utils.chat_messages import FIELDS, MARK, ControlTokens, encode_marked, for_template, lost
+from app.utils.chat_messages import FIELDS, MARK, ControlTokens, Message, encode_marked, for_template, lost
 
 
 def encode(members: Sequence[Row], config: DataConfig, tokenizer: Any) -> list[np.ndarray]:
@@ -84,11 +83,19 @@ def conversation(row: Row, config: DataConfig) -> tuple[Message, ...]:
     Raises:
         ConfigError: They have a system message, and `data.system` is another.
     """
-    try:
-        return framed(row.messages, config.system, config.prefix, config.suffix) if row.messages else ()
-    except WrongMessages as error:
-        accepted = f"{error}, as those of row {row.index + 1} of {row.source} have"
-        raise ConfigError("data.system", config.system, accepted) from error
+    if config.system is not None and any(message["role"] in ("system", "developer") for message in row.messages):
+        accepted = f"null where messages have one of their own, as those of row {row.index + 1} of {row.source}"
+        raise ConfigError("data.system", config.system, accepted)
+    return framed(row.messages, config) if row.messages else ()
+
+
+def framed(messages: Sequence[Message], config: DataConfig) -> tuple[Message, ...]:
+    """Return messages with what the data puts around them: a first system message, and text around the last user's."""
+    found = list(messages)
+    if users := [index for index, message in enumerate(found) if message["role"] == "user"]:
+        last = found[users[-1]]
+        found[users[-1]] = {**last, "content": f"{config.prefix}{last['content']}{config.suffix}"}
+    return tuple(found) if config.system is None else ({"role": "system", "content": config.system}, *found)
 
 
 def render(
@@ -123,8 +130,7 @@ def render(
 
 
 def _render(row: Row, config: DataConfig, tokenizer: Any) -> str:
-    question = ({"role": "user", "content": row.question},)
-    messages = conversation(row, config) or framed(question, config.system, config.prefix, config.suffix)
+    messages = conversation(row, config) or framed(({"role": "user", "content": row.question},), config)
     messages = control_tokens(tokenizer).marked(messages)
     name = f"row {row.index + 1} of {row.source}"
 
@@ -188,21 +194,30 @@ def build(
         ConfigError: If data cannot be read or templated, or all prompts of a set are too long.
     """
     loaded = loaded or rows.load(config)
-    weights = weights_of(config)
-    all_train = prompts_of(loaded.train, config, tokenizer)
-    train = _within_limit(all_train, "the training set", max_prompt_tokens)
-    _require_all_sets(train, weights, max_prompt_tokens)
-    total = len(all_train)
+    train = prompts_of(loaded.train, config, tokenizer)
+    evals = {name: prompts_of(each, config, tokenizer, set_name=name) for name, each in loaded.evals.items()}
+    total = len(train) + sum(map(len, evals.values()))
 
-    evals: dict[str, list[Prompt]] = {}
-    for name, eval_rows in loaded.evals.items():
-        prompts = prompts_of(eval_rows, config, tokenizer, set_name=name)
-        evals[name] = _within_limit(prompts, f"evaluation set {name}", max_prompt_tokens)
-        total += len(prompts)
+    kept = within_limit(train, max_prompt_tokens, "the training set")
+    sources = {prompt.source for prompt in kept}
+    for name in config.train_sets:
+        accepted = f"more, or leave out data.train_sets.{name}, whose prompts are all too long"
+        expect(name in sources, "rollout.max_prompt_tokens", max_prompt_tokens, accepted)
+    evals = {name: within_limit(each, max_prompt_tokens, f"evaluation set {name}") for name, each in evals.items()}
 
-    cursor = PromptCursor(train, seed=seed, shuffle=config.shuffle, weights=weights)
-    counts = count(train, evals, loaded, weights)
+    cursor = PromptCursor(kept, seed=seed, shuffle=config.shuffle, weights=config.weights)
+    counts = RowCounts.of(kept, evals, loaded, config.weights)
     return PromptData(cursor, evals, counts, total - counts.total, total, loaded.warnings)
+
+
+def within_limit(prompts: Sequence[Prompt], max_prompt_tokens: int, label: str) -> list[Prompt]:
+    """Return the prompts that are not too long. Raises `ConfigError` if there are none."""
+    accepted = [prompt for prompt in prompts if len(prompt.token_ids) <= max_prompt_tokens]
+    if not accepted:
+        shortest = min(len(prompt.token_ids) for prompt in prompts)
+        least = f"at least {shortest}, the length of the shortest prompt of {label}"
+        raise ConfigError("rollout.max_prompt_tokens", max_prompt_tokens, least, "all its prompts are too long")
+    return accepted
 
 
 def rendering_warnings(prompts: Sequence[Prompt], config: DataConfig, tokenizer: Any) -> list[str]:
@@ -234,17 +249,21 @@ def prompts_of(
     members: Sequence[Row], config: DataConfig, tokenizer: Any, *, set_name: str | None = None
 ) -> list[Prompt]:
     """Return the prompts of rows of an evaluation set, or of training rows. Raises `ConfigError` as `build` does."""
-    encoded = encode(members, config, tokenizer)
-
     prompts = []
-    for row, token_ids in zip(members, encoded, strict=True):
+    for row, token_ids in zip(members, encode(members, config, tokenizer), strict=True):
         if not len(token_ids):
             accepted = "text that the model's tokenizer can encode"
             why = f"row {row.index + 1} of {row.source} has no tokens"
             raise ConfigError("data.question", config.question, accepted, why)
+
+        # The cursor appends the epoch to the id of a training prompt.
+        name = f"{row.source}/{row.index}"
+        if set_name is not None:
+            # Held-out rows of several training sets may have the same index.
+            name = f"{set_name}/{name if row.source in config.train_sets else row.index}@eval"
         prompts.append(
             Prompt(
-                id=_id(row, set_name, config),
+                id=name,
                 token_ids=token_ids,
                 answer=row.answer,
                 source=row.source,
@@ -256,31 +275,3 @@ def prompts_of(
             )
         )
     return prompts
-
-
-def _id(row: Row, set_name: str | None, config: DataConfig) -> str:
-    """Return the id of a row's prompt. The cursor appends the epoch to that of a training prompt."""
-    if set_name is None:
-        return f"{row.source}/{row.index}"
-
-    # Held-out rows of several training sets may have the same index.
-    source = f"{row.source}/" if row.source in config.train_sets else ""
-    return f"{set_name}/{source}{row.index}@eval"
-
-
-def _require_all_sets(train: Sequence[Prompt], weights: Mapping[str, float], max_prompt_tokens: int) -> None:
-    """Raise `ConfigError` if a training set has no prompt left within the length limit."""
-    left = {prompt.source for prompt in train}
-    for name in weights:
-        if name not in left:
-            accepted = f"more, or leave out data.train_sets.{name}, whose prompts are all too long"
-            raise ConfigError("rollout.max_prompt_tokens", max_prompt_tokens, accepted)
-
-
-def _within_limit(prompts: Sequence[Prompt], set_label: str, max_prompt_tokens: int) -> list[Prompt]:
-    accepted = [prompt for prompt in prompts if len(prompt.token_ids) <= max_prompt_tokens]
-    if not accepted:
-        shortest = min(len(prompt.token_ids) for prompt in prompts)
-        least = f"at least {shortest}, the length of the shortest prompt of {set_label}"
-        raise ConfigError("rollout.max_prompt_tokens", max_prompt_tokens, least, "all its prompts are too long")
-    return accepted

@@ -20,17 +20,14 @@ Invariants:
 import hashlib
 import json
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
 
 from app.errors import ConfigError
 from app.types import Prompt
-
-ROWS = "rows-"  # begins a fingerprint
 
 
 class Epochs(Iterator[Prompt]):
@@ -161,8 +158,7 @@ class PromptCursor(Iterator[Prompt]):
         if not prompts or len({prompt.id for prompt in prompts}) != len(prompts):
             raise ValueError("a cursor needs at least one prompt, and unique prompt ids")
 
-        self._fingerprint_of = partial(fingerprint, prompts, seed=seed, shuffle=shuffle, weights=weights)
-        self._fingerprint = self._fingerprint_of()
+        self._fingerprint = fingerprint(prompts, seed=seed, shuffle=shuffle, weights=weights)
         self._mixture = Mixture(prompts, seed=seed, shuffle=shuffle, weights=weights)
         self.prompts = prompts
 
@@ -207,7 +203,7 @@ class PromptCursor(Iterator[Prompt]):
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state. Raises `ConfigError` if it was saved over other prompts or in another order."""
-        require_same(state["fingerprint"], self._fingerprint_of, "data")
+        require_same(state["fingerprint"], self._fingerprint, "data")
         self._mixture.restore(state)
         self._requeued = deque(state["returned"])
         self._in_flight = {}
@@ -219,35 +215,27 @@ class PromptCursor(Iterator[Prompt]):
             del self._in_flight[prompt_id]
 
 
-def require_same(saved: str, fingerprint_of: Callable[..., str], key: str, value: str = "") -> None:
-    """Raise `ConfigError`, which names `key`, unless the rows are those of the checkpoint.
-
-    Args:
-        fingerprint_of: Of these rows. Earlier versions saved that of rendered tokens.
-    """
-    accepted = "the same rows, weights, template, rollout.max_prompt_tokens, seed and data.shuffle as the resumed run"
-    if saved != fingerprint_of(tokens=not saved.startswith(ROWS)):
+def require_same(saved: str, found: str, key: str, value: str = "") -> None:
+    """Raise `ConfigError`, which names `key`, unless a fingerprint is that of the checkpoint."""
+    if saved != found:
+        accepted = (
+            "the same rows, weights, template, rollout.max_prompt_tokens, seed and data.shuffle as the resumed run"
+        )
         raise ConfigError(key, value, accepted, "it does not match the checkpoint")
 
 
 def fingerprint(
-    prompts: Sequence[Prompt],
-    *,
-    seed: int,
-    shuffle: bool,
-    weights: Mapping[str, float] | None = None,
-    tokens: bool = False,
+    prompts: Sequence[Prompt], *, seed: int, shuffle: bool, weights: Mapping[str, float] | None = None
 ) -> str:
-    """Hash everything that determines a stream of prompts, and their replies: of what rows say.
+    """Hash everything that determines a stream of prompts, and their replies: the content of the rows.
 
     How they are rendered is not part of it, since a chat template may write today's date.
     """
     mixed = f" {sorted(weights.items())}" if weights else ""
     digest = hashlib.sha256(f"{seed} {shuffle} {len(prompts)}{mixed}".encode())
     for prompt in prompts:
-        given = json.dumps([prompt.question, prompt.messages, prompt.template_kwargs], sort_keys=True)
-        digest.update(f"\n{prompt.id} {prompt.answer} ".encode())
-        digest.update(prompt.token_ids.tobytes() if tokens else given.encode())
+        content = json.dumps([prompt.question, prompt.messages, prompt.template_kwargs], sort_keys=True)
+        digest.update(f"\n{prompt.id} {prompt.answer} {content}".encode())
         if prompt.reply is not None:
             digest.update(json.dumps(prompt.reply, sort_keys=True).encode())
-    return f"{'' if tokens else ROWS}{digest.hexdigest()[:16]}"
+    return f"rows-{digest.hexdigest()[:16]}"

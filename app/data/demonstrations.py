@@ -13,20 +13,18 @@ Invariants:
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import takewhile
 from typing import Any
 
 import numpy as np
 
 from app.config.data import DataConfig, Template
-from app.data.build import control_tokens, encode_text, prompts_of, render, require_whole
+from app.data.build import control_tokens, encode_text, framed, prompts_of, render, require_whole
 from app.data.cursor import Epochs, fingerprint, require_same
-from app.data.fields import Row
-from app.data.records.messages import REPLY, Message, framed
-from app.errors import ConfigError, yaml_text
+from app.data.row import Row
+from app.errors import ConfigError
 from app.types import Prompt, TokenSequence
-from app.utils.chat_messages import CLOSE, REASONING
+from app.utils.chat_messages import CLOSE, REASONING, REPLY, Message
 
 EMPTY_BLOCK = re.compile(r"<think>\s*</think>\s*")
 Piece = tuple[list[int], bool]  # token ids, and whether they are imitated
@@ -72,8 +70,7 @@ class Demonstrator:
             return [(prompt.token_ids.tolist(), False), ([*reply, *([] if end is None else [end])], True)]
 
         config = self.config
-        asked: Message = {"role": "user", "content": prompt.question}
-        messages = prompt.messages or framed((asked,), config.system, config.prefix, config.suffix)
+        messages = prompt.messages or framed(({"role": "user", "content": prompt.question},), config)
         return self._chat_pieces([*messages, prompt.reply], prompt)
 
     def _chat_pieces(self, messages: Sequence[Message], prompt: Prompt) -> list[Piece]:
@@ -148,15 +145,13 @@ class DemonstrationStream:
             path = demonstrator.config.demonstrations
             raise ConfigError("data.demonstrations", path, "shorter prompts, or a larger rollout.max_prompt_tokens")
         shuffle = demonstrator.config.shuffle
-        self._fingerprint_of = partial(fingerprint, self.prompts, seed=seed, shuffle=shuffle)
-        self.fingerprint = self._fingerprint_of()
+        self.fingerprint = fingerprint(self.prompts, seed=seed, shuffle=shuffle)
         self._epochs = Epochs(self.prompts, seed=seed, shuffle=shuffle)
         self._per_step = per_step
 
     def require_same(self, saved: str) -> None:
         """Raise `ConfigError` unless this is the fingerprint of the same rows in the same order."""
-        path = yaml_text(self.demonstrator.config.demonstrations)
-        require_same(saved, self._fingerprint_of, "data.demonstrations", path)
+        require_same(saved, self.fingerprint, "data.demonstrations", self.demonstrator.config.demonstrations)
 
     def of_step(self, step: int) -> list[TokenSequence]:
         """Return the sequences of a step, which is counted from 1."""

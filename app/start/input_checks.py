@@ -95,7 +95,7 @@ def data(run: RunInputs) -> Iterator[Finding]:
     """Whether the rows of local files can be read, and their messages rendered."""
     config = run.config
     loaded = None
-    if rows.is_local(config.data):
+    if rows.sets_of(config.data).are_local:
         loaded = run.rows
         check_template([*loaded.train, *(row for each in loaded.evals.values() for row in each)], config.data)
         run.count_steps(len(loaded.train))
@@ -181,7 +181,7 @@ def prompts(run: RunInputs) -> Iterator[Finding]:
     evaluated = sum(map(len, made.evals.values()))
     yield Finding("prompts", f"{len(made.train):,} to train on, {evaluated:,} to evaluate on")
 
-    warnings = [] if rows.is_local(config.data) else [*made.warnings]  # of local rows `data` warns
+    warnings = [] if rows.sets_of(config.data).are_local else [*made.warnings]  # of local rows `data` warns
     if run.trains:
         warnings += made.counts.repeated(config.algorithm.prompts_per_step)
     warnings += rendering_warnings(made.all, config.data, run.tokenizer)

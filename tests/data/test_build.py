@@ -10,11 +10,11 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from app.config.data import ArithmeticConfig, DataConfig, Template
+from app.config.data import DataConfig, GeneratedConfig, Template
 from app.data.build import build
 from tests.refusals import refused
 
-SMALL = ArithmeticConfig(problems=40, eval_problems=8)
+SMALL = GeneratedConfig(problems=40, eval_problems=8)
 
 
 def test_a_plain_prompt_is_prefix_question_and_suffix_and_carries_every_column_of_its_row(

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from app.config.data import DataConfig, EvalSetConfig, Template
 from app.data import rows
 from app.data.build import PromptData, build, rendering_warnings
-from app.data.cursor import PromptCursor, fingerprint
+from app.data.cursor import PromptCursor
 from app.errors import ConfigError
 from app.model.hf_directory import load_tokenizer
 from app.start.preflight import problems
@@ -451,12 +451,3 @@ def test_a_template_that_writes_the_date_is_resumed_on_the_next_day(jsonl: Jsonl
     rows[2]["prompt"] = [user("changed")]
     with refused("data", ""):
         cursor("25 November", config_of(jsonl(*rows))).restore(saved)
-
-
-def test_a_checkpoint_of_an_earlier_version_is_compared_by_its_tokens(jsonl: Jsonl, model: Any) -> None:
-    config = config_of(jsonl(*[{"prompt": [user(f"{number}+1=")], "answer": "x"} for number in range(6)]))
-    train = build(config, model, seed=0, max_prompt_tokens=1000).train
-    earlier = fingerprint(train.prompts, seed=0, shuffle=False, tokens=True)
-    train.restore({**train.state(), "fingerprint": earlier})
-    with refused("data", ""):
-        train.restore({**train.state(), "fingerprint": earlier[::-1]})
