@@ -14,8 +14,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from app.reward.component import RewardComponent, RewardFunction
-from app.reward.outcome import Failure, FailureKind, LoggedScore, Outcome, evaluate, failures
+from app.reward.component import (
+    Failure,
+    FailureKind,
+    LoggedScore,
+    Outcome,
+    RewardComponent,
+    RewardFunction,
+    evaluate,
+    failures,
+)
 from app.types import Trajectory
 from app.worker.wire import Codec
 

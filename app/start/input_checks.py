@@ -291,12 +291,11 @@ def environment(run: RunInputs) -> None:
 
 def code(run: RunInputs) -> Iterator[Finding]:
     """With reward=code whether its sandbox runs a program here, and which form the tests of the rows have."""
-    args = run.config.reward.code
-    if args is None:
+    if run.config.reward.code is None:
         return
     from app.reward.code.check import describe_tests, require_sandbox
 
-    description, weak = require_sandbox(args)
+    description, weak = require_sandbox()
     yield Finding("sandbox", description, CheckStatus.warn if weak else CheckStatus.ok, WARNED if weak else "")
     if "data" not in run.missing:
         trained = [] if run.config.mode is Mode.eval else run.rows.train

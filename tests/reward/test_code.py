@@ -7,9 +7,6 @@ import json
 import os
 import pickle
 import re
-import shutil
-import subprocess
-import sys
 import zlib
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,7 +16,7 @@ from typing import Any
 import pytest
 
 from app.config.placement import PlacementKind
-from app.config.reward import CodeArgs, RewardConfig
+from app.config.reward import RewardConfig
 from app.data.cursor import PromptCursor
 from app.placement.colocate import Colocate
 from app.placement.fully_async import FullyAsync
@@ -27,7 +24,7 @@ from app.reward.code import last_block
 from app.reward.code.check import describe_tests, require_sandbox
 from app.reward.code.judge import Judge, returns, same_lines
 from app.reward.code.row_tests import RETURNS, Asserts, NoTests, Stdin, read_tests
-from app.reward.code.sandbox import NAMESPACES, PROCESS, LocalSandbox, available
+from app.reward.code.sandbox import LocalSandbox, reads_files, unavailable
 from app.reward.scorer import Scorer
 from app.types import Completion, GroupRequest, Trajectory
 from tests.refusals import refused
@@ -42,11 +39,11 @@ HALF = "def add(a, b):\n    return 3\n"
 FIRST = "sim/0@0"
 
 
-@pytest.fixture(params=[NAMESPACES, PROCESS])
-def sandbox(request: pytest.FixtureRequest) -> LocalSandbox:
-    if (reason := available(request.param)) is not None:
+@pytest.fixture
+def sandbox() -> LocalSandbox:
+    if (reason := unavailable()) is not None:
         pytest.skip(reason)
-    return LocalSandbox(request.param, MEMORY)
+    return LocalSandbox(MEMORY)
 
 
 def passed(sandbox: LocalSandbox, program: str, row: dict[str, Any], answer: str = "") -> int:
@@ -240,32 +237,15 @@ def test_a_row_without_tests_is_a_failure() -> None:
         assert scorer.metrics["reward/failed_exception"] == 1
 
 
-def test_a_sandbox_that_is_absent_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    available.cache_clear()
+def test_a_machine_that_cannot_confine_programs_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert require_sandbox()[1] == reads_files()
+    monkeypatch.setattr(os, "uname", lambda: os.uname_result(("Linux", "here", "6", "1", "riscv64")))
+    unavailable.cache_clear()
     try:
-        with refused("reward.args.sandbox", "namespaces", "process"):
-            require_sandbox(CodeArgs(sandbox="namespaces"))
-        description, warned = require_sandbox(CodeArgs())
-        assert (PROCESS in description, warned) == (True, True)
+        with refused("reward", "code", "riscv64"):
+            require_sandbox()
     finally:
-        available.cache_clear()
-
-
-@pytest.mark.skipif(os.getuid() != 0 or shutil.which("setpriv") is None, reason="only root can give up capabilities")
-def test_where_bubblewrap_is_refused_as_in_a_container_the_run_names_its_reason() -> None:
-    if (reason := available(NAMESPACES)) is not None:
-        pytest.skip(reason)
-    print_description = "from app.reward.code.sandbox import sandbox_of; print(sandbox_of('auto', 1 << 28).description)"
-    ran = subprocess.run(
-        ["setpriv", "--bounding-set=-sys_admin", sys.executable, "-c", print_description],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert ran.stdout.startswith(f"{PROCESS}: ")
-    assert "bwrap: " in ran.stdout
+        unavailable.cache_clear()
 
 
 class WatchedScorer(Scorer):
