@@ -7,9 +7,9 @@ Invariants:
 - A plain prompt has the special tokens that the tokenizer adds by default (such as beginning-of-sequence).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -98,70 +98,52 @@ def framed(messages: Sequence[Message], config: DataConfig) -> tuple[Message, ..
     return tuple(found) if config.system is None else ({"role": "system", "content": config.system}, *found)
 
 
-def render(
-    messages: Sequence[Message],
-    template_kwargs: Mapping[str, Any],
-    config: DataConfig,
-    tokenizer: Any,
-    *,
-    reply: bool,
-    name: str,
-) -> str:
-    """Render messages by the chat template.
+@dataclass(frozen=True, slots=True)
+class Renderer:
+    """Renders the messages of one row by the chat template of a Hugging Face tokenizer."""
 
-    Args:
-        messages: The conversation, or its beginning.
-        template_kwargs: Those of the row.
-        tokenizer: Any Hugging Face tokenizer with a chat template.
-        reply: Open the policy's reply, where it begins to sample.
+    config: DataConfig
+    tokenizer: Any
+    template_kwargs: Mapping[str, Any]  # of the row
+    name: str  # of the row, in errors
 
-    Raises:
-        ConfigError: If the template rejects the messages.
-    """
-    variables = {"enable_thinking": config.thinking, **config.chat_template_kwargs, **template_kwargs}
-    try:
-        text: str = tokenizer.apply_chat_template(
-            for_template(messages), tokenize=False, add_generation_prompt=reply, **variables
-        )
-    except Exception as error:  # the template is a program of the model's
-        why = f"the tokenizer's chat template rejects those of {name} ({one_line(error)})"
-        raise ConfigError("data.template", config.template, "plain, or other messages", why) from error
-    return text
+    def text(self, messages: Sequence[Message], *, reply: bool = True) -> str:
+        """Render messages; `reply` opens the policy's reply, where it begins to sample.
+
+        Raises:
+            ConfigError: If the template rejects the messages.
+        """
+        config = self.config
+        variables = {"enable_thinking": config.thinking, **config.chat_template_kwargs, **self.template_kwargs}
+        try:
+            text: str = self.tokenizer.apply_chat_template(
+                for_template(messages), tokenize=False, add_generation_prompt=reply, **variables
+            )
+        except Exception as error:  # the template is a program of the model's
+            why = f"the tokenizer's chat template rejects those of {self.name} ({one_line(error)})"
+            raise ConfigError("data.template", config.template, "plain, or other messages", why) from error
+        return text
+
+    def require_whole(self, messages: Sequence[Message], number: int, text: str, *, reply: bool = True) -> None:
+        """Raise `ConfigError` if a rendered text lacks a part of a message, see `lost`.
+
+        Of replies in a prompt it may lack the reasoning; of one to imitate (`reply=False`) it may not.
+        """
+        part = lost(messages, number, text, partial(self.text, reply=reply), thoughts=not reply)
+        if part is not None:
+            accepted = "messages that the model's chat template renders, or another model.chat_template"
+            why = f"it leaves out the {part} of message {number + 1} of the role {messages[number]['role']}"
+            raise ConfigError("data.question", self.config.question, accepted, f"{why} in {self.name}")
 
 
 def _render(row: Row, config: DataConfig, tokenizer: Any) -> str:
     messages = conversation(row, config) or framed(({"role": "user", "content": row.question},), config)
     messages = control_tokens(tokenizer).marked(messages)
-    name = f"row {row.index + 1} of {row.source}"
-
-    def rendered(messages: Sequence[Message]) -> str:
-        return render(messages, row.template_kwargs, config, tokenizer, reply=True, name=name)
-
-    text = rendered(messages)
-    for number, message in enumerate(messages) if row.messages else ():
-        place = f"message {number + 1} of the role {message['role']} in {name}"
-        require_whole(messages, number, text, rendered, config, place)
+    renderer = Renderer(config, tokenizer, row.template_kwargs, f"row {row.index + 1} of {row.source}")
+    text = renderer.text(messages)
+    for number in range(len(messages)) if row.messages else ():
+        renderer.require_whole(messages, number, text)
     return text
-
-
-def require_whole(
-    messages: Sequence[Message],
-    number: int,
-    text: str,
-    rendered: Callable[[Sequence[Message]], str],
-    config: DataConfig,
-    place: str,
-    *,
-    thoughts: bool = False,
-) -> None:
-    """Raise `ConfigError` if the template left out a part of a message, see `lost`.
-
-    Of replies in a prompt it may leave out the reasoning; of one to imitate it may not.
-    """
-    part = lost(messages, number, text, rendered, thoughts=thoughts)
-    if part is not None:
-        accepted = "messages that the model's chat template renders, or another model.chat_template"
-        raise ConfigError("data.question", config.question, accepted, f"it leaves out the {part} of {place}")
 
 
 @dataclass(frozen=True, slots=True)
