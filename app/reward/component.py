@@ -189,7 +189,7 @@ def _number(value: Any) -> float | Failure:
 
     try:
         number = float(value)
-    except Exception as error:  # an array of several numbers, an integer without bound, somebody's own type
+    except Exception as error:  # an array of several numbers, an integer without bound, a type of the user's
         return Failure(FailureKind.value, f"returned a {type(value).__name__}, not a number ({error_text(error)})")
     return number if math.isfinite(number) else Failure(FailureKind.value, f"returned {number}, not a finite number")
 

@@ -1,4 +1,4 @@
-"""What a reward worker runs: it loads one component, and scores the trajectories of one call after another.
+"""Runs in a reward worker: loads one component and scores the trajectories of one call after another.
 
 The main thread calls the reward, since some limit themselves with signals. What the driver sends is pickled inside the
 message, since trajectories hold arrays; nothing that a worker sends is unpickled.

@@ -90,11 +90,6 @@ def test_a_limit_below_all_prompts_is_rejected_with_the_smallest_sufficient_one(
         build(DataConfig(arithmetic=SMALL), tokenizer, seed=0, max_prompt_tokens=3)
 
 
-def test_chat_without_a_chat_template_is_rejected(tokenizer: Any) -> None:
-    with refused("data.template", "chat", "plain"):
-        build(DataConfig(arithmetic=SMALL, template=Template.chat), tokenizer, seed=0, max_prompt_tokens=64)
-
-
 def test_a_chat_template_that_rejects_the_messages_is_a_configuration_error(tokenizer: Any) -> None:
     tokenizer.chat_template = "{{ raise_exception('no system role') }}"
     with refused("data.template", "chat", "no system role"):

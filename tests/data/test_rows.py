@@ -77,12 +77,8 @@ def test_held_out_rows_are_a_fraction_identical_for_every_run_and_disjoint_from_
     assert first == second
     assert len(first.evals["eval"]) == 7
     assert not {row.question for row in first.train} & {row.question for row in first.evals["eval"]}
-
-
-def test_at_least_one_row_is_held_out_and_at_least_one_is_trained_on(jsonl: Callable[..., str]) -> None:
-    path = jsonl(*additions(2))
-    for fraction in (0.001, 0.999):
-        loaded = rows.load(DataConfig(path=path, eval_fraction=fraction))
+    for fraction in (0.001, 0.999):  # at least one of each
+        loaded = load(path=jsonl(*additions(2)), eval_fraction=fraction)
         assert (len(loaded.train), len(loaded.evals["eval"])) == (1, 1)
 
 
@@ -206,19 +202,15 @@ NESTED = {"prompt": [{"content": "q"}], "answer": "a"}
         ({"question": "q", "solution": "a"}, {}, "answer", "has only question, solution"),
         (GOOD, {"question": "q"}, "question", "has only question, answer"),
         (NESTED, {"question": "prompt.1.content"}, "question", "a list of 1"),
-        (NESTED, {"question": "prompt.0.text"}, "question", "only content"),
         (NESTED, {"question": "answer.0"}, "question", "a str"),
         ({"question": " \n", "answer": "a"}, {}, "question", "empty"),
         ({"question": "q", "answer": ""}, {}, "answer", "empty"),
         ({**GOOD, "question": "7 \ud800"}, {}, "question", "surrogate '\\ud800'"),
-        ({**GOOD, "answer": "7 \ud800"}, {}, "answer", "surrogate '\\ud800'"),
         ({**GOOD, "question": None}, {}, "question", "it is null"),
-        ({**GOOD, "question": [1]}, {}, "question", "it is a list"),
         ({**GOOD, "answer": float("nan")}, {}, "answer", "it is NaN"),
         ({**GOOD, "question": {"a": 1}}, {}, "question", "it is a dict"),
         ({**GOOD, "question": True}, {}, "question", "it is a bool"),
         ({**GOOD, "answer": "1"}, {"answer_after": "####"}, "answer_after", "row 1"),
-        ({**GOOD, "answer": "1 ####  "}, {"answer_after": "####"}, "answer_after", "row 1"),
     ],
     ids=str,
 )
