@@ -22,7 +22,7 @@ from app.data.row import Row
 from app.data.rows import DataRows
 from app.errors import ConfigError, expect, one_line
 from app.types import Prompt
-from app.utils.chat_messages import FIELDS, MARK, ControlTokens, Message, encode_marked, for_template, lost
+from app.utils.chat_messages import MARK, ControlTokens, Message, encode_marked, for_template, lost
 
 
 def encode(members: Sequence[Row], config: DataConfig, tokenizer: Any) -> list[np.ndarray]:
@@ -203,28 +203,17 @@ def within_limit(prompts: Sequence[Prompt], max_prompt_tokens: int, label: str) 
 
 
 def rendering_warnings(prompts: Sequence[Prompt], config: DataConfig, tokenizer: Any) -> list[str]:
-    """Return a sentence about the fields of messages that nothing reads, and one about control tokens in their text."""
+    """Return a sentence for each control token that messages spell and the tokenizer cannot read as text."""
     if config.template is Template.plain:
         return []
     control = control_tokens(tokenizer).others
-    unread: set[str] = set()
     spelled: dict[str, str] = {}
     for prompt in prompts:
-        messages = prompt.messages or ({"role": "user", "content": prompt.question},)
-        unread.update(*messages, prompt.reply or ())
-        for message in messages:
+        for message in prompt.messages or ({"content": prompt.question},):
             if found := control.search(message["content"]):
                 spelled.setdefault(found[0], prompt.id)
-
-    unread -= {*FIELDS, *(name for name in unread if name in str(tokenizer.chat_template))}
-    warnings = []
-    if unread:
-        warnings.append(
-            f"neither the chat template nor a run reads these fields of messages: {', '.join(sorted(unread))}"
-        )
-    for token, name in spelled.items():
-        warnings.append(f"{name} spells {token} in its text, which this tokenizer reads as its control token")
-    return warnings
+    reads = "in its text, which this tokenizer reads as its control token"
+    return [f"{name} spells {token} {reads}" for token, name in spelled.items()]
 
 
 def prompts_of(

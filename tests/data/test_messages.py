@@ -347,16 +347,6 @@ def test_a_control_token_that_cannot_stay_text_is_named_with_its_row(jsonl: Json
     assert "/1 spells </s>" in warning
 
 
-def test_fields_of_messages_that_nothing_reads_are_named(jsonl: Jsonl, model: Any) -> None:
-    row = {"prompt": [{**user("q"), "mood": "good", "weight": 1, "name": "me"}], "answer": "x"}
-    config = config_of(jsonl(row, row))
-    read = with_template(model, CHATML.replace("TEXT", "message.content + message.mood"))
-    unread = with_template(model, CHATML.replace("TEXT", "message.content"))
-    (warning,) = rendering_warnings(prompts(config, unread), config, unread)
-    assert warning.endswith(": mood")
-    assert rendering_warnings(prompts(config, read), config, read) == []
-
-
 # --- variables of the template
 
 
