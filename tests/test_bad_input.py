@@ -19,7 +19,7 @@ REFUSED = [  # overrides, and what the sentence names: the setting, and what is 
     (["stepz=3"], ["stepz", "did you mean steps"]),
     (["+rollout.temprature=1"], ["rollout.temprature", "rollout.temperature"]),
     (["reward=code", "+reward.args.memory_mib=1"], ["reward.args.memory_mib=1", "at least 64"]),
-    (["reward=code", "+reward.args.memory=1"], ["reward.args.memory=1", "partial, sandbox, memory_mib"]),
+    (["reward=code", "+reward.args.memory=1"], ["reward.args.memory=1", "partial, memory_mib"]),
     (["reward=code"], ["reward=code", "test_list", "answer, question"]),
     (["data=mbpp", "data.context=''"], ["data.context=''", "null or the name of a field"]),
     (["reward.components.exactly=0.1"], ["reward.components.exactly=0.1", "weights of exact, format, math"]),

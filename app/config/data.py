@@ -177,8 +177,9 @@ class DataConfig:
 
     def validate(self) -> None:
         """Raise `ConfigError` for settings that contradict each other."""
-        for name in ("question", "answer", "tools", "context"):
-            expect(getattr(self, name) != "", f"data.{name}", "''", "the name of a field of the rows")
+        expect(self.question != "", "data.question", "''", "the name of a field of the rows")
+        for name in ("answer", "tools", "context"):
+            expect(getattr(self, name) != "", f"data.{name}", "''", "null or the name of a field of the rows")
         expect(self.answer_after != "", "data.answer_after", "''", "null or a text such as '####'")
         marked = self.answer is None and self.answer_after is not None
         expect(not marked, "data.answer_after", self.answer_after, "null with data.answer=null")
