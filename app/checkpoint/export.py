@@ -26,7 +26,7 @@ from app.config import Mode, RunConfig
 from app.config.command_line import DISTRIBUTION, command, override
 from app.config.device import Dtype
 from app.config.model import LoraConfig, ModelConfig
-from app.data.records.sources import is_remote
+from app.data.records import is_remote
 from app.errors import RunError
 from app.model.hf_directory import identity, is_path, locate
 from app.protocols import Trainer

@@ -1,7 +1,6 @@
 """Settings of `data=`: the prompts and how a row becomes one."""
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -13,8 +12,8 @@ FILES = "a file, a pattern such as 'rows/*.jsonl', a list of both, or the id of 
 TEMPLATE_KWARGS = "chat_template_kwargs"  # a setting, and a column of rows, as in TRL
 RESERVED = frozenset(("messages", "conversation", "tools", "tokenize", "add_generation_prompt", "chat_template"))
 SET_NAME = re.compile(r"[\w.-]+")  # a part of prompt ids and of metric names
-FACTORS = range(10, 100)  # of generated products
-DIGITS = range(2, 10)  # second factors of generated chains
+OPERANDS = {"arithmetic": range(51), "products": range(10, 100)}  # of generated problems, by data.name
+ENVIRONMENT = "environment"  # as data.name: the rows are the environment's tasks
 
 
 class Template(Enum):
@@ -24,55 +23,12 @@ class Template(Enum):
     chat = "chat"
 
 
-class Generator(Enum):
-    """Problems that are generated."""
-
-    arithmetic = "arithmetic"
-    products = "products"
-    chain = "chain"
-
-
 @dataclass
-class GeneratorConfig:
-    """Sizes of generated data."""
+class GeneratedConfig:
+    """Sizes of generated data, used where `data.path` is null."""
 
     problems: int = setting(2000, "Training rows.", at_least=1)
     eval_problems: int = setting(200, "Held-out rows, disjoint from the training rows.", at_least=1)
-
-    @property
-    def distinct(self) -> int:
-        """How many different problems there are."""
-        raise NotImplementedError
-
-    def validate(self, key: str) -> None:
-        """Raise `ConfigError` for more rows than there are different problems. `key` is that of the section."""
-        accepted = f"at most {self.distinct} problems together with {key}.eval_problems={self.eval_problems}"
-        expect(self.problems + self.eval_problems <= self.distinct, f"{key}.problems", self.problems, accepted)
-
-
-@dataclass
-class ArithmeticConfig(GeneratorConfig):
-    """Generated additions such as `12+34=`, used where `data.path` is null."""
-
-    max_operand: int = setting(50, "Largest operand.", at_least=1)
-
-    @property
-    def distinct(self) -> int:
-        return (self.max_operand + 1) ** 2
-
-
-@dataclass
-class ProductsConfig(GeneratorConfig):
-    """Generated products such as `37*84=`."""
-
-    distinct = len(FACTORS) ** 2
-
-
-@dataclass
-class ChainConfig(GeneratorConfig):
-    """Generated chains of a product and a sum such as `12*7+30=`."""
-
-    distinct = len(FACTORS) ** 2 * len(DIGITS)
 
 
 @dataclass
@@ -85,11 +41,6 @@ class TrainSetConfig:
         "Prompts drawn from this set, relative to the weights of the others; a set that ends begins again.",
         above=0,
     )
-    subset: str | None = setting(None, "As data.subset.")
-    split: str = setting("train", "Split of a Hugging Face data set.")
-    question: str | None = setting(None, "As data.question, which null takes.")
-    answer: str | None = setting(None, "As data.answer, which null takes.")
-    answer_after: str | None = setting(None, "As data.answer_after, which null takes; '' takes the whole answer field.")
 
 
 @dataclass
@@ -101,13 +52,7 @@ class EvalSetConfig:
         "As data.path; null takes the split of the training set or, of local files, their held-out rows.",
         noun=f"null, {FILES}",
     )
-    subset: str | None = setting(None, "As data.subset; null is the training set's if data.path is shared.")
     split: str = setting("test", "Split of a Hugging Face data set.")
-    question: str | None = setting(None, "As data.question; null is the training set's.")
-    answer: str | None = setting(None, "As data.answer; null is the training set's.")
-    answer_after: str | None = setting(
-        None, "As data.answer_after; null is the training set's, '' takes the whole answer field."
-    )
     rows: int | None = setting(None, "Evaluate on the first rows only; null evaluates on all.", at_least=1)
 
 
@@ -115,14 +60,18 @@ class EvalSetConfig:
 class DataConfig:
     """Training prompts, their template, and the evaluation sets."""
 
-    name: str = setting("arithmetic", "Name of the data set; the prompt ids begin with it.")
+    name: str = setting(
+        "arithmetic",
+        "Name of the data set; the prompt ids begin with it. Without rows of your own it says which they are: "
+        "generated sums (arithmetic: 12+34=) or products (products: 37*84=), or the tasks of the environment.",
+    )
     path: Any = setting(
         None,
-        "Training rows as JSON lines, JSON list, CSV (each also .gz) or Parquet; null generates problems.",
+        "Training rows as JSON lines, JSON list, CSV (each also .gz) or Parquet; null: see data.name.",
         noun=f"null, {FILES}",
     )
     subset: str | None = setting(None, "Configuration name of a Hugging Face data set; null is its default.")
-    split: str = setting("train", "Split of a Hugging Face data set.")
+    split: str = setting("train", "Split of a Hugging Face data set to train on.")
     _target_: str | None = setting(
         None,
         "Dotted path of your own function that returns or yields the training rows; it replaces data.path.",
@@ -199,41 +148,49 @@ class DataConfig:
         "question and reply are read as in mode=sft.",
         noun=f"null, {FILES}",
     )
-    from_environment: bool = setting(
-        False, "The rows are the tasks of the environment, which lists them when it is loaded."
-    )
-    generator: Generator = setting(
-        Generator.arithmetic,
-        "Problems that are generated where data.path is null: sums (12+34=), products (37*84=), or chains of both "
-        "(12*7+30=).",
-    )
-    arithmetic: ArithmeticConfig = field(default_factory=ArithmeticConfig)
-    products: ProductsConfig = field(default_factory=ProductsConfig)
-    chain: ChainConfig = field(default_factory=ChainConfig)
+    arithmetic: GeneratedConfig = field(default_factory=GeneratedConfig)
+    products: GeneratedConfig = field(default_factory=GeneratedConfig)
+
+    @property
+    def generated(self) -> GeneratedConfig:
+        """Sizes of the generated problems."""
+        return self.products if self.name == "products" else self.arithmetic
+
+    @property
+    def from_environment(self) -> bool:
+        """Whether the rows are the tasks that the environment lists when it is loaded."""
+        return self.name == ENVIRONMENT and not self._has_own_rows
+
+    @property
+    def _has_own_rows(self) -> bool:
+        return self.path is not None or self._target_ is not None or bool(self.train_sets)
 
     @property
     def sources(self) -> list[str]:
         """Names of the training sets, each the `source` of its prompts."""
         return list(self.train_sets) or [self.name]
 
+    @property
+    def weights(self) -> dict[str, float]:
+        """Weight of each training set by its name; empty if there is one without a name."""
+        return {name: each.weight for name, each in self.train_sets.items()}
+
     def validate(self) -> None:
         """Raise `ConfigError` for settings that contradict each other."""
         expect(self.question != "", "data.question", "''", "the name of a field of the rows")
-        expect(self.answer != "", "data.answer", "''", "the name of a field of the rows")
-        expect(self.tools != "", "data.tools", "''", "null or the name of a field of the rows")
-        expect(self.context != "", "data.context", "''", "null or the name of a field of the rows")
+        for name in ("answer", "tools", "context"):
+            expect(getattr(self, name) != "", f"data.{name}", "''", "null or the name of a field of the rows")
         expect(self.answer_after != "", "data.answer_after", "''", "null or a text such as '####'")
         marked = self.answer is None and self.answer_after is not None
         expect(not marked, "data.answer_after", self.answer_after, "null with data.answer=null")
 
         self._validate_sources()
-        own_rows = self.path is not None or self._target_ is not None or bool(self.train_sets)
-        accepted = "false with data.path, data._target_ or data.train_sets"
-        expect(not (self.from_environment and own_rows), "data.from_environment", self.from_environment, accepted)
-        if self.path is None:
-            self.arithmetic.validate("data.arithmetic")
-            self.products.validate("data.products")
-            self.chain.validate("data.chain")
+        if not self._has_own_rows and self.name != ENVIRONMENT:
+            accepted = f"{FILES}; or data.name={' or '.join(OPERANDS)}, whose problems are generated"
+            expect(self.name in OPERANDS, "data.path", None, accepted)
+            sizes, most = self.generated, len(OPERANDS[self.name]) ** 2
+            accepted = f"at most {most} problems together with data.{self.name}.eval_problems={sizes.eval_problems}"
+            expect(sizes.problems + sizes.eval_problems <= most, f"data.{self.name}.problems", sizes.problems, accepted)
 
         accepted = "null with data.template=plain, which has no messages"
         for name, value in (("system", self.system), ("tools", self.tools)):
@@ -245,31 +202,19 @@ class DataConfig:
         expect(given.isdisjoint(own), f"data.{TEMPLATE_KWARGS}", own, accepted)
 
     def _validate_sources(self) -> None:
-        _expect_path("data.path", self.path)
-        _expect_path("data.eval_path", self.eval_path)
-        _expect_path("data.demonstrations", self.demonstrations)
-
-        for name, training in self.train_sets.items():
-            expect(training.path is not None, f"data.train_sets.{name}.path", None, FILES)
-            _expect_path(f"data.train_sets.{name}.path", training.path)
-        for name, evaluation in self.eval_sets.items():
-            _expect_path(f"data.eval_sets.{name}.path", evaluation.path)
-        _expect_names("data.train_sets", self.train_sets)
-        _expect_names("data.eval_sets", self.eval_sets)
+        paths = {f"data.{name}": getattr(self, name) for name in ("path", "eval_path", "demonstrations")}
+        for section in ("train_sets", "eval_sets"):
+            for name, each in getattr(self, section).items():
+                accepted = "names of letters, digits, _, - and ."
+                expect(SET_NAME.fullmatch(str(name)) is not None, f"data.{section}", name, accepted)
+                paths[f"data.{section}.{name}.path"] = each.path
+        for key, path in paths.items():
+            parts = path if isinstance(path, list) else [path]
+            good = bool(parts) and all(isinstance(part, str) and part for part in parts)
+            expect(good or (path is None and "train_sets" not in key), key, path, FILES)
 
         target = self._target_
         accepted = "the dotted path of a function, such as my_package.my_module.my_rows"
         expect(target is None or ("." in target.strip(".") and ".." not in target), "data._target_", target, accepted)
         expect(target is None or not self.train_sets, "data._target_", target, "null with data.train_sets")
         expect(target is not None or not self.args, "data.args", self.args, "{} without data._target_")
-
-
-def _expect_path(key: str, path: object) -> None:
-    parts = path if isinstance(path, list) else [path]
-    good = path is None or (bool(parts) and all(isinstance(part, str) and part for part in parts))
-    expect(good, key, path, FILES)
-
-
-def _expect_names(key: str, names: Iterable[str]) -> None:
-    for name in names:
-        expect(SET_NAME.fullmatch(str(name)) is not None, key, name, "names of letters, digits, _, - and .")

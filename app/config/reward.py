@@ -29,16 +29,11 @@ class CodeArgs:
     """The arguments of the component `code`."""
 
     partial: bool = False
-    sandbox: str = "auto"
     memory_mib: int = 512
 
 
 CODE_ACCEPTED = {
     "partial": (lambda value: isinstance(value, bool), "true or false"),
-    "sandbox": (
-        lambda value: value in ("auto", "namespaces", "process"),
-        "auto, namespaces or process",
-    ),
     "memory_mib": (lambda value: type(value) is int and value >= 64, "a whole number of at least 64"),
 }
 
@@ -55,8 +50,8 @@ class RewardConfig:
     )
     args: dict[str, Any] = setting(
         {},
-        "Keyword arguments of reward._target_; with reward=code partial (score the share of the tests), sandbox (auto, "
-        "namespaces or process) and memory_mib (512).",
+        "Keyword arguments of reward._target_; with reward=code partial (score the share of the tests) and "
+        "memory_mib (512).",
         noun="entries as in +reward.args.scale=0.5",
     )
     components: dict[str, Any] = setting(

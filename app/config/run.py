@@ -268,17 +268,16 @@ class RunConfig:
 
     def _validate_tasks(self) -> None:
         kind = self.environment.kind
-        from_environment = self.data.from_environment
+        data = self.data
         if kind is not EnvironmentKind.verifiers:
-            choice = self.environment.choice
-            accepted = f"false, which is any data= but data=environment, with {choice}, which has no tasks of its own"
-            expect(not from_environment, "data.from_environment", from_environment, accepted)
+            accepted = f"that of other rows with {self.environment.choice}, which has no tasks of its own"
+            expect(not data.from_environment, "data.name", data.name, accepted)
             return
 
-        accepted = f"data=environment with environment={kind.value}, whose tasks are the rows"
-        expect(from_environment, "data.from_environment", from_environment, accepted)
-        expect(self.data.eval_path is None, "data.eval_path", self.data.eval_path, f"null: {accepted}")
-        expect(not self.data.eval_sets, "data.eval_sets", list(self.data.eval_sets), f"{{}}: {accepted}")
+        accepted = f"data=environment with environment={kind.value}, whose tasks are the rows, and no others"
+        expect(data.from_environment, "data.name", data.name, accepted)
+        expect(data.eval_path is None, "data.eval_path", data.eval_path, f"null: {accepted}")
+        expect(not data.eval_sets, "data.eval_sets", list(data.eval_sets), f"{{}}: {accepted}")
 
     def _validate_stream(self) -> None:
         if self.placement.stream is not Stream.on:

@@ -7,23 +7,22 @@ Invariants:
 - A plain prompt has the special tokens that the tokenizer adds by default (such as beginning-of-sequence).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
 
 from app.config.data import DataConfig, Template
 from app.data import rows
-from app.data.counts import RowCounts, count, weights_of
+from app.data.counts import RowCounts
 from app.data.cursor import PromptCursor
-from app.data.fields import Row
-from app.data.records.messages import Message, WrongMessages, framed
+from app.data.row import Row
 from app.data.rows import DataRows
 from app.errors import ConfigError, expect, one_line
 from app.types import Prompt
-from app.utils.chat_messages import FIELDS, MARK, ControlTokens, encode_marked, for_template, lost
+from app.utils.chat_messages import MARK, ControlTokens, Message, encode_marked, for_template, lost
 
 
 def encode(members: Sequence[Row], config: DataConfig, tokenizer: Any) -> list[np.ndarray]:
@@ -84,78 +83,67 @@ def conversation(row: Row, config: DataConfig) -> tuple[Message, ...]:
     Raises:
         ConfigError: They have a system message, and `data.system` is another.
     """
-    try:
-        return framed(row.messages, config.system, config.prefix, config.suffix) if row.messages else ()
-    except WrongMessages as error:
-        accepted = f"{error}, as those of row {row.index + 1} of {row.source} have"
-        raise ConfigError("data.system", config.system, accepted) from error
+    if config.system is not None and any(message["role"] in ("system", "developer") for message in row.messages):
+        accepted = f"null where messages have one of their own, as those of row {row.index + 1} of {row.source}"
+        raise ConfigError("data.system", config.system, accepted)
+    return framed(row.messages, config) if row.messages else ()
 
 
-def render(
-    messages: Sequence[Message],
-    template_kwargs: Mapping[str, Any],
-    config: DataConfig,
-    tokenizer: Any,
-    *,
-    reply: bool,
-    name: str,
-) -> str:
-    """Render messages by the chat template.
+def framed(messages: Sequence[Message], config: DataConfig) -> tuple[Message, ...]:
+    """Return messages with what the data puts around them: a first system message, and text around the last user's."""
+    found = list(messages)
+    if users := [index for index, message in enumerate(found) if message["role"] == "user"]:
+        last = found[users[-1]]
+        found[users[-1]] = {**last, "content": f"{config.prefix}{last['content']}{config.suffix}"}
+    return tuple(found) if config.system is None else ({"role": "system", "content": config.system}, *found)
 
-    Args:
-        messages: The conversation, or its beginning.
-        template_kwargs: Those of the row.
-        tokenizer: Any Hugging Face tokenizer with a chat template.
-        reply: Open the policy's reply, where it begins to sample.
 
-    Raises:
-        ConfigError: If the template rejects the messages.
-    """
-    variables = {"enable_thinking": config.thinking, **config.chat_template_kwargs, **template_kwargs}
-    try:
-        text: str = tokenizer.apply_chat_template(
-            for_template(messages), tokenize=False, add_generation_prompt=reply, **variables
-        )
-    except Exception as error:  # the template is a program of the model's
-        why = f"the tokenizer's chat template rejects those of {name} ({one_line(error)})"
-        raise ConfigError("data.template", config.template, "plain, or other messages", why) from error
-    return text
+@dataclass(frozen=True, slots=True)
+class Renderer:
+    """Renders the messages of one row by the chat template of a Hugging Face tokenizer."""
+
+    config: DataConfig
+    tokenizer: Any
+    template_kwargs: Mapping[str, Any]  # of the row
+    name: str  # of the row, in errors
+
+    def text(self, messages: Sequence[Message], *, reply: bool = True) -> str:
+        """Render messages; `reply` opens the policy's reply, where it begins to sample.
+
+        Raises:
+            ConfigError: If the template rejects the messages.
+        """
+        config = self.config
+        variables = {"enable_thinking": config.thinking, **config.chat_template_kwargs, **self.template_kwargs}
+        try:
+            text: str = self.tokenizer.apply_chat_template(
+                for_template(messages), tokenize=False, add_generation_prompt=reply, **variables
+            )
+        except Exception as error:  # the template is a program of the model's
+            why = f"the tokenizer's chat template rejects those of {self.name} ({one_line(error)})"
+            raise ConfigError("data.template", config.template, "plain, or other messages", why) from error
+        return text
+
+    def require_whole(self, messages: Sequence[Message], number: int, text: str, *, reply: bool = True) -> None:
+        """Raise `ConfigError` if a rendered text lacks a part of a message, see `lost`.
+
+        Of replies in a prompt it may lack the reasoning; of one to imitate (`reply=False`) it may not.
+        """
+        part = lost(messages, number, text, partial(self.text, reply=reply), thoughts=not reply)
+        if part is not None:
+            accepted = "messages that the model's chat template renders, or another model.chat_template"
+            why = f"it leaves out the {part} of message {number + 1} of the role {messages[number]['role']}"
+            raise ConfigError("data.question", self.config.question, accepted, f"{why} in {self.name}")
 
 
 def _render(row: Row, config: DataConfig, tokenizer: Any) -> str:
-    question = ({"role": "user", "content": row.question},)
-    messages = conversation(row, config) or framed(question, config.system, config.prefix, config.suffix)
+    messages = conversation(row, config) or framed(({"role": "user", "content": row.question},), config)
     messages = control_tokens(tokenizer).marked(messages)
-    name = f"row {row.index + 1} of {row.source}"
-
-    def rendered(messages: Sequence[Message]) -> str:
-        return render(messages, row.template_kwargs, config, tokenizer, reply=True, name=name)
-
-    text = rendered(messages)
-    for number, message in enumerate(messages) if row.messages else ():
-        place = f"message {number + 1} of the role {message['role']} in {name}"
-        require_whole(messages, number, text, rendered, config, place)
+    renderer = Renderer(config, tokenizer, row.template_kwargs, f"row {row.index + 1} of {row.source}")
+    text = renderer.text(messages)
+    for number in range(len(messages)) if row.messages else ():
+        renderer.require_whole(messages, number, text)
     return text
-
-
-def require_whole(
-    messages: Sequence[Message],
-    number: int,
-    text: str,
-    rendered: Callable[[Sequence[Message]], str],
-    config: DataConfig,
-    place: str,
-    *,
-    thoughts: bool = False,
-) -> None:
-    """Raise `ConfigError` if the template left out a part of a message, see `lost`.
-
-    Of replies in a prompt it may leave out the reasoning; of one to imitate it may not.
-    """
-    part = lost(messages, number, text, rendered, thoughts=thoughts)
-    if part is not None:
-        accepted = "messages that the model's chat template renders, or another model.chat_template"
-        raise ConfigError("data.question", config.question, accepted, f"it leaves out the {part} of {place}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,63 +176,65 @@ def build(
         ConfigError: If data cannot be read or templated, or all prompts of a set are too long.
     """
     loaded = loaded or rows.load(config)
-    weights = weights_of(config)
-    all_train = prompts_of(loaded.train, config, tokenizer)
-    train = _within_limit(all_train, "the training set", max_prompt_tokens)
-    _require_all_sets(train, weights, max_prompt_tokens)
-    total = len(all_train)
+    train = prompts_of(loaded.train, config, tokenizer)
+    evals = {name: prompts_of(each, config, tokenizer, set_name=name) for name, each in loaded.evals.items()}
+    total = len(train) + sum(map(len, evals.values()))
 
-    evals: dict[str, list[Prompt]] = {}
-    for name, eval_rows in loaded.evals.items():
-        prompts = prompts_of(eval_rows, config, tokenizer, set_name=name)
-        evals[name] = _within_limit(prompts, f"evaluation set {name}", max_prompt_tokens)
-        total += len(prompts)
+    kept = within_limit(train, max_prompt_tokens, "the training set")
+    sources = {prompt.source for prompt in kept}
+    for name in config.train_sets:
+        accepted = f"more, or leave out data.train_sets.{name}, whose prompts are all too long"
+        expect(name in sources, "rollout.max_prompt_tokens", max_prompt_tokens, accepted)
+    evals = {name: within_limit(each, max_prompt_tokens, f"evaluation set {name}") for name, each in evals.items()}
 
-    cursor = PromptCursor(train, seed=seed, shuffle=config.shuffle, weights=weights)
-    counts = count(train, evals, loaded, weights)
+    cursor = PromptCursor(kept, seed=seed, shuffle=config.shuffle, weights=config.weights)
+    counts = RowCounts.of(kept, evals, loaded, config.weights)
     return PromptData(cursor, evals, counts, total - counts.total, total, loaded.warnings)
 
 
+def within_limit(prompts: Sequence[Prompt], max_prompt_tokens: int, label: str) -> list[Prompt]:
+    """Return the prompts that are not too long. Raises `ConfigError` if there are none."""
+    accepted = [prompt for prompt in prompts if len(prompt.token_ids) <= max_prompt_tokens]
+    if not accepted:
+        shortest = min(len(prompt.token_ids) for prompt in prompts)
+        least = f"at least {shortest}, the length of the shortest prompt of {label}"
+        raise ConfigError("rollout.max_prompt_tokens", max_prompt_tokens, least, "all its prompts are too long")
+    return accepted
+
+
 def rendering_warnings(prompts: Sequence[Prompt], config: DataConfig, tokenizer: Any) -> list[str]:
-    """Return a sentence about the fields of messages that nothing reads, and one about control tokens in their text."""
+    """Return a sentence for each control token that messages spell and the tokenizer cannot read as text."""
     if config.template is Template.plain:
         return []
     control = control_tokens(tokenizer).others
-    unread: set[str] = set()
     spelled: dict[str, str] = {}
     for prompt in prompts:
-        messages = prompt.messages or ({"role": "user", "content": prompt.question},)
-        unread.update(*messages, prompt.reply or ())
-        for message in messages:
+        for message in prompt.messages or ({"content": prompt.question},):
             if found := control.search(message["content"]):
                 spelled.setdefault(found[0], prompt.id)
-
-    unread -= {*FIELDS, *(name for name in unread if name in str(tokenizer.chat_template))}
-    warnings = []
-    if unread:
-        warnings.append(
-            f"neither the chat template nor a run reads these fields of messages: {', '.join(sorted(unread))}"
-        )
-    for token, name in spelled.items():
-        warnings.append(f"{name} spells {token} in its text, which this tokenizer reads as its control token")
-    return warnings
+    reads = "in its text, which this tokenizer reads as its control token"
+    return [f"{name} spells {token} {reads}" for token, name in spelled.items()]
 
 
 def prompts_of(
     members: Sequence[Row], config: DataConfig, tokenizer: Any, *, set_name: str | None = None
 ) -> list[Prompt]:
     """Return the prompts of rows of an evaluation set, or of training rows. Raises `ConfigError` as `build` does."""
-    encoded = encode(members, config, tokenizer)
-
     prompts = []
-    for row, token_ids in zip(members, encoded, strict=True):
+    for row, token_ids in zip(members, encode(members, config, tokenizer), strict=True):
         if not len(token_ids):
             accepted = "text that the model's tokenizer can encode"
             why = f"row {row.index + 1} of {row.source} has no tokens"
             raise ConfigError("data.question", config.question, accepted, why)
+
+        # The cursor appends the epoch to the id of a training prompt.
+        name = f"{row.source}/{row.index}"
+        if set_name is not None:
+            # Held-out rows of several training sets may have the same index.
+            name = f"{set_name}/{name if row.source in config.train_sets else row.index}@eval"
         prompts.append(
             Prompt(
-                id=_id(row, set_name, config),
+                id=name,
                 token_ids=token_ids,
                 answer=row.answer,
                 source=row.source,
@@ -256,31 +246,3 @@ def prompts_of(
             )
         )
     return prompts
-
-
-def _id(row: Row, set_name: str | None, config: DataConfig) -> str:
-    """Return the id of a row's prompt. The cursor appends the epoch to that of a training prompt."""
-    if set_name is None:
-        return f"{row.source}/{row.index}"
-
-    # Held-out rows of several training sets may have the same index.
-    source = f"{row.source}/" if row.source in config.train_sets else ""
-    return f"{set_name}/{source}{row.index}@eval"
-
-
-def _require_all_sets(train: Sequence[Prompt], weights: Mapping[str, float], max_prompt_tokens: int) -> None:
-    """Raise `ConfigError` if a training set has no prompt left within the length limit."""
-    left = {prompt.source for prompt in train}
-    for name in weights:
-        if name not in left:
-            accepted = f"more, or leave out data.train_sets.{name}, whose prompts are all too long"
-            raise ConfigError("rollout.max_prompt_tokens", max_prompt_tokens, accepted)
-
-
-def _within_limit(prompts: Sequence[Prompt], set_label: str, max_prompt_tokens: int) -> list[Prompt]:
-    accepted = [prompt for prompt in prompts if len(prompt.token_ids) <= max_prompt_tokens]
-    if not accepted:
-        shortest = min(len(prompt.token_ids) for prompt in prompts)
-        least = f"at least {shortest}, the length of the shortest prompt of {set_label}"
-        raise ConfigError("rollout.max_prompt_tokens", max_prompt_tokens, least, "all its prompts are too long")
-    return accepted

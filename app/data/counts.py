@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from app.config.data import DataConfig
-from app.data import rows
-from app.data.fields import Row
-from app.data.rows import DataRows
+from app.data.row import Row
+from app.data.rows import DataRows, sets_of
 from app.types import Prompt
 
 
@@ -22,6 +21,18 @@ class RowCounts:
     broken: int  # skipped
     weights: Mapping[str, float]  # by training set; empty: there is one
 
+    @classmethod
+    def of(
+        cls,
+        train: Sequence[Row] | Sequence[Prompt],
+        evals: Mapping[str, Sequence[Row] | Sequence[Prompt]],
+        loaded: DataRows,
+        weights: Mapping[str, float],
+    ) -> "RowCounts":
+        """Count the rows, or the prompts made of them, that were loaded."""
+        by_set = {name: len(each) for name, each in evals.items()}
+        return cls(Counter(each.source for each in train), by_set, loaded.held_out, loaded.broken, weights)
+
     @property
     def total(self) -> int:
         return sum(self.train.values()) + sum(self.evals.values())
@@ -33,8 +44,12 @@ class RowCounts:
         >>> RowCounts({"mine": 47}, {"eval": 3}, ["eval"], 0, {}).text
         '47 training rows, 3 held-out rows'
         """
-        parts = [_rows(sum(self.train.values()), "training row") + self._mixed]
-        parts += [self._evaluation(name, size) for name, size in self.evals.items()]
+        mixed = "; ".join(f"{name} {self.train[name]:,} at weight {weight:g}" for name, weight in self.weights.items())
+        parts = [_rows(sum(self.train.values()), "training row") + (mixed and f" ({mixed})")]
+        for name, size in self.evals.items():
+            is_held_out = name in self.held_out
+            named = f" in evaluation set {name}" if len(self.evals) > 1 or not is_held_out else ""
+            parts.append(_rows(size, "held-out row" if is_held_out else "row") + named)
         if self.broken:
             parts.append(_rows(self.broken, "broken row") + " skipped")
         return ", ".join(parts)
@@ -66,41 +81,13 @@ class RowCounts:
             )
         return warnings
 
-    @property
-    def _mixed(self) -> str:
-        if not self.weights:
-            return ""
-        sets = [f"{name} {self.train[name]:,} at weight {weight:g}" for name, weight in self.weights.items()]
-        return f" ({'; '.join(sets)})"
-
-    def _evaluation(self, name: str, size: int) -> str:
-        if name not in self.held_out:
-            return f"{_rows(size, 'row')} in evaluation set {name}"
-        return _rows(size, "held-out row") + (f" in evaluation set {name}" if len(self.evals) > 1 else "")
-
-
-def count(
-    train: Sequence[Prompt | Row],
-    evals: Mapping[str, Sequence[Prompt | Row]],
-    loaded: DataRows,
-    weights: Mapping[str, float],
-) -> RowCounts:
-    """Count the rows, or the prompts made of them, that were loaded."""
-    return RowCounts(
-        train=Counter(each.source for each in train),
-        evals={name: len(each) for name, each in evals.items()},
-        held_out=loaded.held_out,
-        broken=loaded.broken,
-        weights=weights,
-    )
-
 
 def describe_rows(config: DataConfig, loaded: DataRows | None, prompts_per_step: int, steps: int) -> list[str]:
     """Return the section of `mode=plan`: rows, and the epochs of so many steps. `loaded`: None where only a run can."""
     if loaded is None:
-        return [f"Data: {rows.describe_sources(config)}"]
+        return [f"Data: {sets_of(config).text}; rows are counted when the run starts"]
 
-    counts = count(loaded.train, loaded.evals, loaded, weights_of(config))
+    counts = RowCounts.of(loaded.train, loaded.evals, loaded, config.weights)
     epochs = steps * prompts_per_step / sum(counts.train.values())
     described = "1 step is" if steps == 1 else f"{steps} steps are"
     warnings = [f"  {each}" for each in (*loaded.warnings, *counts.repeated(prompts_per_step))]
@@ -114,11 +101,6 @@ def steps_of_epochs(epochs: float, rows: int, prompts_per_step: int) -> int:
     (5, 1)
     """
     return math.ceil(round(epochs * rows / prompts_per_step, 6))
-
-
-def weights_of(config: DataConfig) -> dict[str, float]:
-    """Return the weight of each training set by its name; empty if there is one without a name."""
-    return {name: each.weight for name, each in config.train_sets.items()}
 
 
 def _rows(size: int, noun: str) -> str:

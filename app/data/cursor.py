@@ -20,9 +20,8 @@ Invariants:
 import hashlib
 import json
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,7 +29,7 @@ import numpy as np
 from app.errors import ConfigError
 from app.types import Prompt
 
-ROWS = "rows-"  # begins a fingerprint
+ONLY = ""  # name of the set of a run without weights
 
 
 class Epochs(Iterator[Prompt]):
@@ -91,53 +90,6 @@ class Epochs(Iterator[Prompt]):
         return np.random.RandomState([self._seed, epoch]).permutation(len(self))
 
 
-class Mixture(Iterator[Prompt]):
-    """New prompts of all training sets.
-
-    Args:
-        prompts: All prompts. With `weights`, the source of each names its set.
-        seed: Seed of the order within each set.
-        shuffle: Shuffle in every epoch.
-        weights: By set; None or empty makes all prompts one set.
-    """
-
-    def __init__(
-        self, prompts: Sequence[Prompt], *, seed: int, shuffle: bool, weights: Mapping[str, float] | None
-    ) -> None:
-        members: dict[str, list[Prompt]] = {name: [] for name in weights or ()}
-        for prompt in prompts:
-            members.setdefault(prompt.source if weights else "", []).append(prompt)
-
-        self._sets = {name: Epochs(each, seed=seed, shuffle=shuffle) for name, each in members.items()}
-        total = sum((weights or {"": 1.0}).values())
-        self._shares = {name: weight / total for name, weight in (weights or {"": 1.0}).items()}
-
-    def __next__(self) -> Prompt:
-        total = sum(each.dispatched for each in self._sets.values()) + 1
-        behind = {name: self._shares[name] * total - each.dispatched for name, each in self._sets.items()}
-        return next(self._sets[max(behind, key=behind.__getitem__)])
-
-    def prompt(self, prompt_id: str) -> Prompt:
-        """Look up a dispatched prompt by id. Raises `KeyError` for any other id."""
-        source = prompt_id.partition("/")[0] if "" not in self._sets else ""
-        if source not in self._sets:
-            raise KeyError(f"no prompt {prompt_id}")
-        return self._sets[source].prompt(prompt_id)
-
-    def state(self) -> dict[str, Any]:
-        """Return epoch and position of the only set, or of each set by name, as JSON-serializable values."""
-        if "" in self._sets:
-            only = self._sets[""]
-            return {"epoch": only.epoch, "position": only.position}
-        return {"sets": {name: [each.epoch, each.position] for name, each in self._sets.items()}}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state of the same sets."""
-        positions = state["sets"] if "sets" in state else {"": [state["epoch"], state["position"]]}
-        for name, (epoch, position) in positions.items():
-            self._sets[name].restore(int(epoch), int(position))
-
-
 class PromptCursor(Iterator[Prompt]):
     """An endless iterator over prompts, which appends the epoch to their ids: "gsm8k/3" → "gsm8k/3@0".
 
@@ -161,10 +113,16 @@ class PromptCursor(Iterator[Prompt]):
         if not prompts or len({prompt.id for prompt in prompts}) != len(prompts):
             raise ValueError("a cursor needs at least one prompt, and unique prompt ids")
 
-        self._fingerprint_of = partial(fingerprint, prompts, seed=seed, shuffle=shuffle, weights=weights)
-        self._fingerprint = self._fingerprint_of()
-        self._mixture = Mixture(prompts, seed=seed, shuffle=shuffle, weights=weights)
         self.prompts = prompts
+        self._fingerprint = fingerprint(prompts, seed=seed, shuffle=shuffle, weights=weights)
+
+        weights = weights or {ONLY: 1.0}
+        members: dict[str, list[Prompt]] = {name: [] for name in weights}
+        for prompt in prompts:
+            members[ONLY if ONLY in weights else prompt.source].append(prompt)
+        self._sets = {name: Epochs(each, seed=seed, shuffle=shuffle) for name, each in members.items()}
+        total = sum(weights.values())
+        self._shares = {name: weight / total for name, weight in weights.items()}
 
         # Ids in flight, in dispatch order. A dict serves as an ordered set.
         self._in_flight: dict[str, None] = {}
@@ -175,8 +133,14 @@ class PromptCursor(Iterator[Prompt]):
         return len(self.prompts)
 
     def __next__(self) -> Prompt:
-        """Dispatch the next prompt: a requeued one if there is any, else a new one."""
-        prompt = self.prompt(self._requeued.popleft()) if self._requeued else next(self._mixture)
+        """Dispatch the next prompt: a requeued one if there is any, else one of the set furthest behind its share."""
+        if self._requeued:
+            prompt = self.prompt(self._requeued.popleft())
+        else:
+            total = sum(each.dispatched for each in self._sets.values()) + 1
+            behind = {name: self._shares[name] * total - each.dispatched for name, each in self._sets.items()}
+            prompt = next(self._sets[max(behind, key=behind.__getitem__)])
+
         self._in_flight[prompt.id] = None
         return prompt
 
@@ -186,68 +150,61 @@ class PromptCursor(Iterator[Prompt]):
 
     def prompt(self, prompt_id: str) -> Prompt:
         """Look up a dispatched prompt by id. Raises `KeyError` for any other id."""
-        return self._mixture.prompt(prompt_id)
+        source = ONLY if ONLY in self._sets else prompt_id.partition("/")[0]
+        if source not in self._sets:
+            raise KeyError(f"no prompt {prompt_id}")
+        return self._sets[source].prompt(prompt_id)
 
     def mark_consumed(self, prompt_ids: Sequence[str]) -> None:
         """Finish trained or filtered prompts. Raises `KeyError` if one is not in flight."""
-        self._remove(prompt_ids)
-
-    def requeue(self, prompt_ids: Sequence[str]) -> None:
-        """Put prompts in flight at the head of the stream, in this order. Raises `KeyError` if one is not in flight."""
-        self._remove(prompt_ids)
-        self._requeued.extendleft(reversed(prompt_ids))
-
-    def state(self) -> dict[str, Any]:
-        """Return the state as JSON-serializable values. Prompts in flight count as unfinished."""
-        return {
-            **self._mixture.state(),
-            "returned": [*self._in_flight, *self._requeued],
-            "fingerprint": self._fingerprint,
-        }
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state. Raises `ConfigError` if it was saved over other prompts or in another order."""
-        require_same(state["fingerprint"], self._fingerprint_of, "data")
-        self._mixture.restore(state)
-        self._requeued = deque(state["returned"])
-        self._in_flight = {}
-
-    def _remove(self, prompt_ids: Sequence[str]) -> None:
         for prompt_id in prompt_ids:
             if prompt_id not in self._in_flight:
                 raise KeyError(f"prompt {prompt_id} is not in flight")
             del self._in_flight[prompt_id]
 
+    def requeue(self, prompt_ids: Sequence[str]) -> None:
+        """Put prompts in flight at the head of the stream, in this order. Raises `KeyError` if one is not in flight."""
+        self.mark_consumed(prompt_ids)
+        self._requeued.extendleft(reversed(prompt_ids))
 
-def require_same(saved: str, fingerprint_of: Callable[..., str], key: str, value: str = "") -> None:
-    """Raise `ConfigError`, which names `key`, unless the rows are those of the checkpoint.
+    def state(self) -> dict[str, Any]:
+        """Return the state as JSON-serializable values. Prompts in flight count as unfinished."""
+        positions: dict[str, Any] = {"sets": {name: [each.epoch, each.position] for name, each in self._sets.items()}}
+        if ONLY in self._sets:
+            positions = {"epoch": self._sets[ONLY].epoch, "position": self._sets[ONLY].position}
+        return {**positions, "returned": [*self._in_flight, *self._requeued], "fingerprint": self._fingerprint}
 
-    Args:
-        fingerprint_of: Of these rows. Earlier versions saved that of rendered tokens.
-    """
-    accepted = "the same rows, weights, template, rollout.max_prompt_tokens, seed and data.shuffle as the resumed run"
-    if saved != fingerprint_of(tokens=not saved.startswith(ROWS)):
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved state. Raises `ConfigError` if it was saved over other prompts or in another order."""
+        require_same(state["fingerprint"], self._fingerprint, "data")
+        positions = state["sets"] if "sets" in state else {ONLY: [state["epoch"], state["position"]]}
+        for name, (epoch, position) in positions.items():
+            self._sets[name].restore(int(epoch), int(position))
+        self._requeued = deque(state["returned"])
+        self._in_flight = {}
+
+
+def require_same(saved: str, found: str, key: str, value: str = "") -> None:
+    """Raise `ConfigError`, which names `key`, unless a fingerprint is that of the checkpoint."""
+    if saved != found:
+        accepted = (
+            "the same rows, weights, template, rollout.max_prompt_tokens, seed and data.shuffle as the resumed run"
+        )
         raise ConfigError(key, value, accepted, "it does not match the checkpoint")
 
 
 def fingerprint(
-    prompts: Sequence[Prompt],
-    *,
-    seed: int,
-    shuffle: bool,
-    weights: Mapping[str, float] | None = None,
-    tokens: bool = False,
+    prompts: Sequence[Prompt], *, seed: int, shuffle: bool, weights: Mapping[str, float] | None = None
 ) -> str:
-    """Hash everything that determines a stream of prompts, and their replies: of what rows say.
+    """Hash everything that determines a stream of prompts, and their replies: the content of the rows.
 
     How they are rendered is not part of it, since a chat template may write today's date.
     """
     mixed = f" {sorted(weights.items())}" if weights else ""
     digest = hashlib.sha256(f"{seed} {shuffle} {len(prompts)}{mixed}".encode())
     for prompt in prompts:
-        given = json.dumps([prompt.question, prompt.messages, prompt.template_kwargs], sort_keys=True)
-        digest.update(f"\n{prompt.id} {prompt.answer} ".encode())
-        digest.update(prompt.token_ids.tobytes() if tokens else given.encode())
+        content = json.dumps([prompt.question, prompt.messages, prompt.template_kwargs], sort_keys=True)
+        digest.update(f"\n{prompt.id} {prompt.answer} {content}".encode())
         if prompt.reply is not None:
             digest.update(json.dumps(prompt.reply, sort_keys=True).encode())
-    return f"{'' if tokens else ROWS}{digest.hexdigest()[:16]}"
+    return f"rows-{digest.hexdigest()[:16]}"

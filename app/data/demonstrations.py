@@ -13,20 +13,18 @@ Invariants:
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import takewhile
 from typing import Any
 
 import numpy as np
 
 from app.config.data import DataConfig, Template
-from app.data.build import control_tokens, encode_text, prompts_of, render, require_whole
+from app.data.build import Renderer, control_tokens, encode_text, framed, prompts_of, within_limit
 from app.data.cursor import Epochs, fingerprint, require_same
-from app.data.fields import Row
-from app.data.records.messages import REPLY, Message, framed
-from app.errors import ConfigError, yaml_text
+from app.data.row import Row
+from app.errors import ConfigError
 from app.types import Prompt, TokenSequence
-from app.utils.chat_messages import CLOSE, REASONING
+from app.utils.chat_messages import CLOSE, REASONING, REPLY, Message
 
 EMPTY_BLOCK = re.compile(r"<think>\s*</think>\s*")
 Piece = tuple[list[int], bool]  # token ids, and whether they are imitated
@@ -72,35 +70,31 @@ class Demonstrator:
             return [(prompt.token_ids.tolist(), False), ([*reply, *([] if end is None else [end])], True)]
 
         config = self.config
-        asked: Message = {"role": "user", "content": prompt.question}
-        messages = prompt.messages or framed((asked,), config.system, config.prefix, config.suffix)
+        messages = prompt.messages or framed(({"role": "user", "content": prompt.question},), config)
         return self._chat_pieces([*messages, prompt.reply], prompt)
 
     def _chat_pieces(self, messages: Sequence[Message], prompt: Prompt) -> list[Piece]:
         """Cut a rendered conversation at the borders of its replies."""
-
-        def rendered(messages: Sequence[Message], *, reply: bool = False) -> str:
-            return render(messages, prompt.template_kwargs, self.config, self.tokenizer, reply=reply, name=prompt.id)
-
+        renderer = Renderer(self.config, self.tokenizer, prompt.template_kwargs, prompt.id)
         trained = [index for index, each in enumerate(messages) if index and each.get("train", each["role"] == REPLY)]
         last = trained[-1]
         messages = control_tokens(self.tokenizer).marked(messages[: last + 1])
-        whole = rendered(messages)
+        whole = renderer.text(messages, reply=False)
         stops = self._stops
         pieces: list[Piece] = []
         done = 0
         for index in trained[-1:] if self.config.last_reply_only else trained:
             message = messages[index]
             # What a policy would have sampled: the reply as it is written when no message follows.
-            opened, alone = rendered(messages[:index], reply=True), rendered(messages[: index + 1])
+            opened = renderer.text(messages[:index])
+            alone = renderer.text(messages[: index + 1], reply=False)
             start, end = _borders(opened, whole, stops)
             begin, close = _borders(opened, alone, stops)
             as_sampled = end and EMPTY_BLOCK.sub("", whole[:end]) == EMPTY_BLOCK.sub("", alone[:close])
             if index < last and not as_sampled:
                 continue
 
-            place = f"the reply in message {index + 1} of {prompt.id}"
-            require_whole(messages[: index + 1], index, alone, rendered, self.config, place, thoughts=True)
+            renderer.require_whole(messages[: index + 1], index, alone, reply=False)
             self._require_imitable(message, opened[begin:], () if close else stops, prompt)
             context, sampled = (encode_text(each, self.tokenizer) for each in (whole[done:start], whole[start:end]))
             pieces += [(context, False), (sampled, True)]
@@ -142,21 +136,16 @@ class DemonstrationStream:
     ) -> None:
         self.demonstrator = demonstrator
         prompts = prompts_of(rows, demonstrator.config, demonstrator.tokenizer)
-        self.prompts = [prompt for prompt in prompts if len(prompt.token_ids) <= max_prompt_tokens]
+        self.prompts = within_limit(prompts, max_prompt_tokens, "data.demonstrations")
         self.dropped = len(prompts) - len(self.prompts)
-        if not self.prompts:
-            path = demonstrator.config.demonstrations
-            raise ConfigError("data.demonstrations", path, "shorter prompts, or a larger rollout.max_prompt_tokens")
         shuffle = demonstrator.config.shuffle
-        self._fingerprint_of = partial(fingerprint, self.prompts, seed=seed, shuffle=shuffle)
-        self.fingerprint = self._fingerprint_of()
+        self.fingerprint = fingerprint(self.prompts, seed=seed, shuffle=shuffle)
         self._epochs = Epochs(self.prompts, seed=seed, shuffle=shuffle)
         self._per_step = per_step
 
     def require_same(self, saved: str) -> None:
         """Raise `ConfigError` unless this is the fingerprint of the same rows in the same order."""
-        path = yaml_text(self.demonstrator.config.demonstrations)
-        require_same(saved, self._fingerprint_of, "data.demonstrations", path)
+        require_same(saved, self.fingerprint, "data.demonstrations", self.demonstrator.config.demonstrations)
 
     def of_step(self, step: int) -> list[TokenSequence]:
         """Return the sequences of a step, which is counted from 1."""

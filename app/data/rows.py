@@ -1,39 +1,95 @@
 """Load all rows of a run, training sets and evaluation sets, before templating and tokenization.
 
-    data.path, data.train_sets, data._target_ ──→ field map ──→ distinct ──→ training rows
-    the tasks of an environment ────────────────→ field map ──→ distinct ──→ training rows
-                                       (null) ──→ generated problems ──────→ training rows + held-out rows
+    data.path, data.train_sets, data._target_ ──→ records ──→ rows ──→ distinct ──→ training rows
+    the tasks of an environment ────────────────→ records ──→ rows ──→ distinct ──→ training rows
+    generated problems ──────────────────────────────────────────────→ training rows + held-out rows
 
     evaluation ── data.eval_path, or data.eval_sets.<name>.path ───→ rows of its own
                ── data.path is a hub data set ─────────────────────→ its other splits
                ── else ────────────────────────────────────────────→ held-out training rows (eval_fraction)
 
+`sets_of` names the sets without reading them, for the checks, `mode=plan` and `mode=doctor`; `load` reads them.
+
 Invariants:
-- Training rows and held-out rows are disjoint.
-- The held-out rows of a file are the same for every seed, so that runs are comparable.
+- A row keeps its index among all records of its set, whatever is skipped or dropped before it.
+- Training rows and held-out rows are disjoint. Held out and generated are the same rows for every run, machine and
+  Python version, so that runs are comparable: `random.Random.sample` over a range is stable.
 - An evaluation set that shares questions with the training set causes a warning.
 """
 
 import random
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from app.config.data import DataConfig, EvalSetConfig, Generator, TrainSetConfig
-from app.data import generators, user_rows
-from app.data.fields import FieldMap, Row
-from app.data.reading import BrokenRows, Setting, read_rows
-from app.data.records import sources
-from app.data.records.formats import Record, Records
-from app.data.records.messages import REPLY
-from app.errors import ConfigError, yaml_text
+from app.config.data import OPERANDS, DataConfig, EvalSetConfig, GeneratedConfig
+from app.data import records, user_rows
+from app.data.records import Record, Records
+from app.data.row import Row, RowMapper
+from app.errors import ConfigError
+from app.utils.chat_messages import REPLY
 
 DEFAULT_EVAL_SET = "eval"
-# Independent of the run's seed: runs with different seeds are evaluated on the same rows.
-HELD_OUT_SEED = 0
+TASKS = "data.name"  # key of the set that consists of an environment's tasks
+SEED = 0  # not that of the run
 MIN_ROWS = 2  # of a training set out of which some are held
+MEDIA = frozenset(("image", "images", "video", "videos", "audio", "audios"))  # columns of other trainers
 
 Tasks = Sequence[Mapping[str, Any]]  # rows that an environment lists
+
+
+@dataclass(frozen=True, slots=True)
+class RowSet:
+    """A set of rows, before it is read."""
+
+    name: str
+    key: str  # the setting that selects it, named in errors about all of its rows
+    value: Any = None  # of that setting
+    subset: str | None = None
+    split: str = "train"
+    limit: int | None = None  # the first rows only
+    held_out: bool = False  # of the training sets
+
+    @property
+    def path(self) -> str | list[str] | None:
+        """Files or a hub data set; None where code makes the rows, or other sets have them."""
+        return None if self.held_out or self.key in (TASKS, user_rows.KEY) else self.value
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it can be read without network and without running a function of the user."""
+        return self.held_out or (self.path is not None and not records.is_remote(self.path))
+
+
+@dataclass(frozen=True, slots=True)
+class RowSets:
+    """All sets of a run."""
+
+    train: Sequence[RowSet]  # empty: the problems are generated
+    evals: Sequence[RowSet]
+
+    @property
+    def are_local(self) -> bool:
+        return all(each.is_local for each in (*self.train, *self.evals))
+
+    @property
+    def paths(self) -> dict[str, str | list[str]]:
+        """Files and hub data sets, each by the first setting that names it."""
+        found: dict[str, str | list[str]] = {}
+        for each in (*self.train, *self.evals):
+            if each.path is not None and each.path not in found.values():
+                found[each.key] = each.path
+        return found
+
+    @property
+    def text(self) -> str:
+        """One line about sets that are not read yet."""
+        train = ["the tasks of the environment" if each.key == TASKS else str(each.value) for each in self.train]
+        evaluated = []
+        for each in self.evals:
+            rows = f"split {each.split} of {each.value}" if not each.is_local else each.value
+            evaluated.append(f"{each.name}: {'held-out rows' if each.held_out else rows}")
+        return f"training rows of {', '.join(train)}; evaluation set {', '.join(evaluated)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,227 +103,215 @@ class DataRows:
     broken: int = 0  # rows that were skipped
 
 
+def sets_of(config: DataConfig) -> RowSets:
+    """Return the sets that the settings select."""
+    train = []
+    if config.train_sets:
+        for name, each in config.train_sets.items():
+            train.append(RowSet(name, f"data.train_sets.{name}.path", each.path, config.subset, config.split))
+    elif config._target_ is not None:
+        train = [RowSet(config.name, user_rows.KEY, config._target_)]
+    elif config.path is not None:
+        train = [RowSet(config.name, "data.path", config.path, config.subset, config.split)]
+    elif config.from_environment:
+        train = [RowSet(config.name, TASKS, config.name)]
+
+    if config.eval_path is not None:
+        return RowSets(train, [RowSet(DEFAULT_EVAL_SET, "data.eval_path", config.eval_path, split="test")])
+
+    has_splits = bool(config.eval_sets) and _is_of_path(train) and records.has_splits(config.path)
+    evals = []
+    for name, evaluation in (config.eval_sets or {DEFAULT_EVAL_SET: EvalSetConfig()}).items():
+        key, split, limit = f"data.eval_sets.{name}.path", evaluation.split, evaluation.rows
+        if evaluation.path is not None:
+            evals.append(RowSet(name, key, evaluation.path, None, split, limit))
+        elif has_splits:
+            evals.append(RowSet(name, key, config.path, config.subset, split, limit))
+        else:
+            evals.append(RowSet(name, key, limit=limit, held_out=True))
+    return RowSets(train, evals)
+
+
 def load(config: DataConfig, *, tasks: Tasks = (), replies: bool = False) -> DataRows:
     """Read or generate all rows.
 
     Args:
-        tasks: What the environment lists, with `data.from_environment`.
+        tasks: Those of the environment, with `data.name=environment`.
         replies: Whether rows have a reply to imitate.
 
     Raises:
         ConfigError: Rows cannot be read, or there are none.
     """
-    sets = evaluation_sets(config)
-    held_out_sets = [name for name, evaluation in sets.items() if _is_held_out(config, evaluation)]
-    broken = BrokenRows(config.max_broken_rows)
+    sets = sets_of(config)
+    held_out_sets = [each.name for each in sets.evals if each.held_out]
+    reader = RowReader(config, replies=replies)
+    train: list[Row] = []
+    held_out: list[Row] = []
+    if not sets.train:
+        train, held_out = generated(config.name, config.generated, replies=replies)
+    for each in sets.train:
+        rows = reader.read(each, tasks)
+        kept, held = _hold_out(rows, each, config.eval_fraction) if held_out_sets else (rows, [])
+        train += kept
+        held_out += held
 
-    train, held_out = _training(config, bool(held_out_sets), broken, tasks, replies=replies)
-    warnings = _held_out_warnings(config, held_out_sets)
+    evals = {each.name: (held_out if each.held_out else reader.read(each))[: each.limit] for each in sets.evals}
 
-    evals = {}
-    overlaps = []
-    for name, evaluation in sets.items():
-        rows = held_out if name in held_out_sets else _read_evaluation(config, name, evaluation, broken, replies)
-        evals[name] = rows[: evaluation.rows]
+    warnings = reader.warnings
+    if held_out_sets and config.eval_sets and _is_of_path(sets.train):
+        names = ", ".join(f"data.eval_sets.{name}" for name in held_out_sets)
+        share = f"{config.eval_fraction:g} of its rows"
+        warnings.append(f"data.path={config.path} has no other splits: holding out {share} for {names}")
+    for name, evaluation in evals.items():
         remedy = "; data.distinct=true keeps one of each" if name in held_out_sets and not config.distinct else ""
-        overlaps += _overlap_warnings(train, name, evals[name], remedy)
-    return DataRows(train, evals, [*broken.warnings, *warnings, *overlaps], held_out_sets, broken.count)
-
-
-def evaluation_sets(config: DataConfig) -> dict[str, EvalSetConfig]:
-    """Return the evaluation sets in force: `data.eval_path`, else `data.eval_sets`, else held-out rows."""
-    if config.eval_path is not None:
-        return {DEFAULT_EVAL_SET: EvalSetConfig(path=config.eval_path)}
-    return config.eval_sets or {DEFAULT_EVAL_SET: EvalSetConfig()}
-
-
-def is_local(config: DataConfig) -> bool:
-    """Whether all rows can be loaded without network and without running a function of the user."""
-    return not _made_by_code(config) and not any(map(sources.is_remote, paths(config).values()))
-
-
-def paths(config: DataConfig) -> dict[str, Any]:
-    """Return the files and hub data sets that the run reads, by setting."""
-    found: dict[str, Any] = {f"data.train_sets.{name}.path": each.path for name, each in config.train_sets.items()}
-    if _of_path(config):
-        found["data.path"] = config.path
-    for name, each in evaluation_sets(config).items():
-        if each.path is not None:
-            found["data.eval_path" if config.eval_path is not None else f"data.eval_sets.{name}.path"] = each.path
-    return found
-
-
-def describe_sources(config: DataConfig) -> str:
-    """Say what is trained and evaluated on, of data whose rows only the run reads."""
-    train = ", ".join(str(path) for key, path in paths(config).items() if not key.startswith("data.eval"))
-    if config._target_ is not None:
-        train = config._target_
-    elif config.from_environment:
-        train = "the tasks of the environment"
-
-    evaluated = []
-    for name, each in evaluation_sets(config).items():
-        own = f"split {each.split} of {config.path}" if each.path is None else each.path
-        evaluated.append(f"{name}: {'held-out rows' if _is_held_out(config, each) else own}")
-    return f"training rows of {train}; evaluation set {', '.join(evaluated)}; rows are counted when the run starts"
-
-
-def demonstrations(config: DataConfig) -> list[Row]:
-    """Read the rows of `data.demonstrations`. Raises `ConfigError` as `load` does."""
-    key = ("data.demonstrations", yaml_text(config.demonstrations))
-    records = sources.read(config.demonstrations, subset=None, split="train", key="data.demonstrations")
-    fields = _fields_of(config, "data", config, replies=True)
-    return read_rows(records, fields, "demonstrations", key, config.distinct, BrokenRows(config.max_broken_rows))
+        warnings += _overlap_warnings(train, name, evaluation, remedy)
+    return DataRows(train, evals, warnings, held_out_sets, reader.skipped)
 
 
 def check_files(config: DataConfig, *, replies: bool = False) -> None:
     """Raise the `ConfigError` that `load` would raise for its sets that are files, where others are not."""
-    broken = BrokenRows(config.max_broken_rows)
-    training = [each.path for each in config.train_sets.values()] or [config.path]
-    if not _made_by_code(config) and not any(path is not None and sources.is_remote(path) for path in training):
-        _training(config, False, broken, replies=replies)
-    for name, evaluation in evaluation_sets(config).items():
-        if evaluation.path is not None and not sources.is_remote(evaluation.path):
-            _read_evaluation(config, name, evaluation, broken, replies)
+    reader = RowReader(config, replies=replies)
+    sets = sets_of(config)
+    for each in (*sets.train, *sets.evals):
+        if each.is_local and not each.held_out:
+            reader.read(each)
 
 
-def _made_by_code(config: DataConfig) -> bool:
-    """Whether code makes the training rows: a function of the user, or an environment."""
-    return config._target_ is not None or config.from_environment
+def demonstrations(config: DataConfig) -> list[Row]:
+    """Read the rows of `data.demonstrations`. Raises `ConfigError` as `load` does."""
+    return RowReader(config, replies=True).read(RowSet("demonstrations", "data.demonstrations", config.demonstrations))
 
 
-def _is_held_out(config: DataConfig, evaluation: EvalSetConfig) -> bool:
-    """Whether an evaluation set consists of held-out training rows because there is no other split to read."""
-    if evaluation.path is not None:
-        return False
-    return not config.eval_sets or not _of_path(config) or not sources.has_splits(config.path)
+def generated(name: str, sizes: GeneratedConfig, *, replies: bool = False) -> tuple[list[Row], list[Row]]:
+    """Draw different problems, some to train on and some held out. The tiny models learned their skill from them.
+
+    | name       | row                 | difficulty                                           |
+    |------------|---------------------|------------------------------------------------------|
+    | arithmetic | "12+34=" → "46"     | within reach of the tiny model                       |
+    | products   | "37*84=" → "3108"   | too hard for it without `environment=calculator`     |
+    """
+    operands = OPERANDS[name]
+    drawn = random.Random(SEED).sample(range(len(operands) ** 2), sizes.problems + sizes.eval_problems)
+
+    rows = []
+    for index, number in enumerate(drawn):
+        left, right = (operands[each] for each in divmod(number, len(operands)))
+        question = f"{left}+{right}=" if name == "arithmetic" else f"{left}*{right}="
+        answer = str(left + right if name == "arithmetic" else left * right)
+        reply = {"role": REPLY, "content": answer} if replies else None
+        rows.append(Row(question, answer, name, index, {"question": question, "answer": answer}, reply=reply))
+    return rows[: sizes.problems], rows[sizes.problems :]
 
 
-def _of_path(config: DataConfig) -> bool:
-    """Whether the training rows are those of `data.path`."""
-    return config.path is not None and config._target_ is None and not config.train_sets
+class RowReader:
+    """Reads sets of rows. Over all of them it skips at most `data.max_broken_rows` broken rows.
 
+    Attributes:
+        skipped: Broken rows so far.
+    """
 
-def _training(
-    config: DataConfig, with_held_out: bool, broken: BrokenRows, tasks: Tasks = (), *, replies: bool = False
-) -> tuple[list[Row], list[Row]]:
-    """Return the rows of all training sets, and those held out of each."""
-    if config.path is None and not config.train_sets and not _made_by_code(config):
-        generated, evaluated = _generated(config)
-        if not replies:
-            return generated, evaluated
-        return [_with_reply(row) for row in generated], [_with_reply(row) for row in evaluated]
+    def __init__(self, config: DataConfig, *, replies: bool) -> None:
+        self.skipped = 0
+        self._config = config
+        self._replies = replies
+        self._errors: dict[str, list[ConfigError]] = {}  # of the skipped rows, by file or data set
+        self._unused: dict[str, set[str]] = {}  # columns that no prompt can have, by file or data set
 
-    train: list[Row] = []
-    held_out: list[Row] = []
-    for setting, rows in _read_training(config, broken, tasks, replies).items():
-        if with_held_out and len(rows) < MIN_ROWS:
-            raise _too_few(setting, len(rows), of_environment=config.from_environment)
-        kept, held = _hold_out(rows, config.eval_fraction) if with_held_out else (rows, [])
-        train += kept
-        held_out += held
-    return train, held_out
+    @property
+    def warnings(self) -> list[str]:
+        """One sentence for each file that had broken rows, or columns that no prompt can have."""
+        skipped = [
+            f"skipped {len(errors)} broken row(s) of {where}; the first: {errors[0]}"
+            for where, errors in self._errors.items()
+        ]
+        unused = [
+            f"columns of {where} are not used, since prompts are text: {', '.join(sorted(names))}"
+            for where, names in self._unused.items()
+        ]
+        return [*skipped, *unused]
 
+    def read(self, row_set: RowSet, tasks: Tasks = ()) -> list[Row]:
+        """Read the rows of one set.
 
-def _with_reply(row: Row) -> Row:
-    return replace(row, reply={"role": REPLY, "content": row.answer})
+        Raises:
+            ConfigError: A row is broken and none may be skipped any more, or there are no rows.
+        """
+        skipped_before = self.skipped
+        rows = list(self._rows(row_set, tasks))
+        if not rows:
+            skipped = self.skipped - skipped_before
+            why = f"all {skipped} rows of this one are broken" if skipped else "this one is empty"
+            raise ConfigError(row_set.key, row_set.value, "a data set with rows", why)
+        return rows
 
+    def _rows(self, row_set: RowSet, tasks: Tasks) -> Iterator[Row]:
+        are_tasks = row_set.key == TASKS
+        replies = self._replies and not are_tasks
+        mapper = RowMapper(self._config, row_set.name, replies=replies, may_be_blank=are_tasks)
+        seen: set[tuple[str, str]] = set()
+        for index, record in enumerate(self._records(row_set, tasks)):
+            try:
+                if isinstance(record.values, ConfigError):
+                    raise record.values
+                place = f"row {record.number} of {record.where}"
+                row = mapper.row(record.values, index, place, padded=record.padded)
+            except ConfigError as error:
+                self._skip(record.where, error)
+                continue
 
-def _generated(config: DataConfig) -> tuple[list[Row], list[Row]]:
-    match config.generator:
-        case Generator.arithmetic:
-            return generators.arithmetic(config.arithmetic)
-        case Generator.products:
-            return generators.products(config.products)
-        case Generator.chain:
-            return generators.chain(config.chain)
+            if unused := MEDIA.intersection(record.values) | {*record.left_out}:
+                self._unused.setdefault(record.where, set()).update(unused)
+            if self._config.distinct:
+                key = (row.prompt_key, row.answer)
+                if key in seen:
+                    continue
+                seen.add(key)
+            yield row
 
-
-def _read_training(config: DataConfig, broken: BrokenRows, tasks: Tasks, replies: bool) -> dict[Setting, list[Row]]:
-    """Return the rows of each training set, by the setting that errors about all of them name."""
-    if config.train_sets:
-        return {
-            (f"data.train_sets.{name}.path", yaml_text(each.path)): _read_set(config, name, each, broken, replies)
-            for name, each in config.train_sets.items()
-        }
-
-    records: Records
-    if config.from_environment:
-        setting = ("data.from_environment", "true")
+    def _records(self, row_set: RowSet, tasks: Tasks) -> Records:
+        if row_set.path is not None:
+            return records.read(row_set.path, subset=row_set.subset, split=row_set.split, key=row_set.key)
+        if row_set.key == user_rows.KEY:
+            return user_rows.read(row_set.value, self._config.args)
         numbered = enumerate(tasks, start=1)
-        records = (Record("the tasks of the environment", number, dict(task)) for number, task in numbered)
-    elif config._target_ is not None:
-        setting = (user_rows.KEY, config._target_)
-        records = user_rows.read(config._target_, config.args)
-    else:
-        setting = ("data.path", yaml_text(config.path))
-        records = sources.read(config.path, subset=config.subset, split=config.split, key="data.path")
+        return (Record("the tasks of the environment", number, dict(task)) for number, task in numbered)
 
-    fields = _fields_of(config, "data", config, replies and not config.from_environment)
-    fields = replace(fields, may_be_blank=config.from_environment)
-    return {setting: read_rows(records, fields, config.name, setting, config.distinct, broken)}
-
-
-def _read_set(config: DataConfig, name: str, training: TrainSetConfig, broken: BrokenRows, replies: bool) -> list[Row]:
-    key = f"data.train_sets.{name}"
-    records = sources.read(training.path, subset=training.subset, split=training.split, key=f"{key}.path")
-    fields = _fields_of(config, key, training, replies)
-    return read_rows(records, fields, name, (f"{key}.path", training.path), config.distinct, broken)
+    def _skip(self, where: str, error: ConfigError) -> None:
+        """Count a broken row of a file. Raises its error if too many were skipped before."""
+        limit = self._config.max_broken_rows
+        if self.skipped < limit:
+            self.skipped += 1
+            self._errors.setdefault(where, []).append(error)
+            return
+        if not limit:
+            raise error
+        skipped = f"data.max_broken_rows={limit} broken rows were skipped before"
+        raise ConfigError(error.key, error.value, error.accepted, skipped) from error
 
 
-def _read_evaluation(
-    config: DataConfig, name: str, evaluation: EvalSetConfig, broken: BrokenRows, replies: bool
-) -> list[Row]:
-    key = "data" if config.eval_path is not None else f"data.eval_sets.{name}"
-    path_key = "data.eval_path" if config.eval_path is not None else f"{key}.path"
-
-    path = evaluation.path or config.path
-    subset = evaluation.subset if evaluation.path else evaluation.subset or config.subset
-    records: Records = sources.read(path, subset=subset, split=evaluation.split, key=path_key)
-    fields = _fields_of(config, key, evaluation, replies)
-    return read_rows(records, fields, name, (path_key, path), config.distinct, broken)
+def _is_of_path(train: Sequence[RowSet]) -> bool:
+    """Whether the training rows are those of `data.path`."""
+    return [each.key for each in train] == ["data.path"]
 
 
-def _fields_of(
-    config: DataConfig, key: str, own: DataConfig | TrainSetConfig | EvalSetConfig, replies: bool
-) -> FieldMap:
-    """Return the fields of a set: its own, else those of `data`."""
-    return FieldMap(
-        key=key,
-        question=own.question or config.question,
-        answer=own.answer or config.answer,
-        answer_after=config.answer_after if own.answer_after is None else own.answer_after,
-        context=config.context,
-        replies=replies,
-        tools=config.tools,
-    )
+def _hold_out(rows: list[Row], row_set: RowSet, fraction: float) -> tuple[list[Row], list[Row]]:
+    """Split the rows of a training set. Raises `ConfigError` if there are too few."""
+    if len(rows) < MIN_ROWS:
+        accepted = f"at least {MIN_ROWS} rows, or rows to evaluate on in data.eval_path"
+        if row_set.key == TASKS:
+            accepted = f"an environment with at least {MIN_ROWS} tasks"
+        why = f"some are held out for evaluation, and it has {len(rows)}"
+        raise ConfigError(row_set.key, row_set.value, accepted, why)
 
-
-def _held_out_warnings(config: DataConfig, names: Sequence[str]) -> list[str]:
-    if not names or not config.eval_sets or not _of_path(config):
-        return []
-    sets = ", ".join(f"data.eval_sets.{name}" for name in names)
-    return [f"data.path={config.path} has no other splits: holding out {config.eval_fraction:g} of its rows for {sets}"]
-
-
-def _too_few(setting: Setting, rows: int, *, of_environment: bool) -> ConfigError:
-    """Return the error of a training set that is too small to hold rows out of it."""
-    accepted = f"at least {MIN_ROWS} rows, or rows to evaluate on in data.eval_path"
-    if of_environment:
-        accepted = f"an environment with at least {MIN_ROWS} tasks"
-    return ConfigError(*setting, accepted, f"some are held out for evaluation, and it has {rows}")
-
-
-def _hold_out(rows: list[Row], fraction: float) -> tuple[list[Row], list[Row]]:
     count = min(max(1, round(len(rows) * fraction)), len(rows) - 1)
-    held_out = set(random.Random(HELD_OUT_SEED).sample(range(len(rows)), count))
+    held_out = set(random.Random(SEED).sample(range(len(rows)), count))
     train = [row for index, row in enumerate(rows) if index not in held_out]
     return train, [rows[index] for index in sorted(held_out)]
 
 
 def _overlap_warnings(train: Sequence[Row], name: str, evaluation: Sequence[Row], remedy: str) -> list[str]:
-    asked = {row.asked for row in train}
-    shared = sum(row.asked in asked for row in evaluation)
+    known = {row.prompt_key for row in train}
+    shared = sum(row.prompt_key in known for row in evaluation)
     if not shared:
         return []
     return [

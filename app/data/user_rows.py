@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 from typing import Any
 
-from app.data.records.formats import Record, Records
+from app.data.records import Record, Records
 from app.errors import ConfigError, yaml_text
 from app.utils.dotted_path import LoadError, error_text, resolve_own
 

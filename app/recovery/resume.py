@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from app.checkpoint.export import FOLDER as EXPORT
 from app.checkpoint.folder import FOLDER, LATEST, find, latest, list_checkpoints, named
@@ -413,12 +413,27 @@ def _finished(folder: Path, step: int, notes: tuple[str, ...], stopped: str | No
 def _saved(folder: Path) -> DictConfig:
     """Load the configuration of a run with today's schema."""
     try:
-        saved = OmegaConf.merge(OmegaConf.structured(RunConfig), OmegaConf.load(folder / SAVED))
+        saved = _with_todays_schema(OmegaConf.load(folder / SAVED))
     except OmegaConfBaseException as error:
         why = f"{SAVED} is not a configuration of this version: {config_error(error)}"
         raise ConfigError("resume", folder, reason=why) from error
     assert isinstance(saved, DictConfig)
     return saved
+
+
+def _with_todays_schema(saved: Any) -> Any:
+    """Merge saved settings into the schema, without those of earlier versions that chose rows.
+
+    A resume compares the rows themselves with the checkpoint.
+    """
+    try:
+        return OmegaConf.merge(OmegaConf.structured(RunConfig), saved)
+    except ConfigKeyError as error:
+        section, _, name = str(error.full_key).rpartition(".")
+        if section.partition(".")[0] != "data":
+            raise
+        del OmegaConf.select(saved, section)[name]
+        return _with_todays_schema(saved)
 
 
 def _folder_of(resume: str) -> Path:

@@ -1,4 +1,4 @@
-"""Reward components: a name, a weight, and the dotted path of the code.
+"""Reward components: a name, a weight, the dotted path of the code, and what a call of it returns.
 
 Built-in and custom components are both resolved by dotted path, so there is a single mechanism. Worker processes
 import this module at startup, so it imports nothing heavy.
@@ -15,8 +15,12 @@ The names of its parameters decide which of four signatures a custom reward has:
 import asyncio
 import functools
 import inspect
+import math
+import sys
+import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 from app.types import Trajectory
@@ -35,6 +39,38 @@ SIGNATURES = (
     "(prompts, completions, **columns)",
     "(data_source, solution_str, ground_truth, extra_info)",
 )
+
+
+class FailureKind(Enum):
+    """How a trajectory's reward can fail."""
+
+    timeout = "timeout"  # the call exceeded the limit; its process was killed
+    exception = "exception"  # the call raised
+    value = "value"  # the call did not return one finite number per trajectory, or takes a column that rows lack
+    died = "died"  # the worker process died on its own
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a value is missing."""
+
+    kind: FailureKind
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.kind.name}: {self.message}"
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedScore:
+    """A score, and further numbers of the trajectory that the reward wants logged."""
+
+    score: float
+    logged: Mapping[str, float]
+
+
+Value = float | LoggedScore | Failure | None  # None: the reward does not apply to the trajectory
+Outcome = list[Value] | Failure  # a bare Failure: the whole call failed, because of at least one trajectory
 
 
 class MissingColumn(Exception):
@@ -82,6 +118,79 @@ def built_in(name: str, weight: float, args: Mapping[str, Any] | None = None) ->
     """Return the built-in component `name`: the function of that name in the module of that name in this package."""
     target = f"{__package__}.{name}.{name}"
     return RewardComponent(name, weight, target, args or {}, per_trajectory=True, isolated=name not in IN_PROCESS)
+
+
+def evaluate(reward: RewardFunction, trajectories: Sequence[Trajectory], runner: asyncio.Runner | None) -> Outcome:
+    """Call a reward and validate its result; `runner` awaits the result of an async reward.
+
+    The stack of what the reward raises goes to stderr.
+    """
+    try:
+        result = reward(trajectories)
+        if inspect.isawaitable(result):
+            assert runner is not None  # rewards in this process are built in, and none of them is async
+            result = runner.run(_await(result))
+        return _validated(result, len(trajectories))
+    except MissingColumn as error:
+        return Failure(FailureKind.value, str(error))
+    except (Exception, SystemExit) as error:  # custom code can raise anything
+        return _raised(error)
+
+
+def failures(outcome: Outcome) -> list[Failure]:
+    """The failures in an outcome; one for a call that failed as a whole."""
+    if isinstance(outcome, Failure):
+        return [outcome]
+    return [value for value in outcome if isinstance(value, Failure)]
+
+
+def _raised(error: BaseException) -> Failure:
+    traceback.print_exception(error, file=sys.stderr)
+    return Failure(FailureKind.exception, error_text(error))
+
+
+async def _await(result: Awaitable[Any]) -> Any:
+    return await result
+
+
+def _validated(result: Any, count: int) -> list[Value]:
+    """Convert each result to a value; if the count is wrong, all are failures."""
+    if isinstance(result, str | bytes | Mapping) or not hasattr(result, "__len__") or not hasattr(result, "__iter__"):
+        wrong_type = Failure(FailureKind.value, f"returned a {type(result).__name__}, not a list of {count} numbers")
+        return [wrong_type] * count
+    if len(result) != count:
+        return [Failure(FailureKind.value, f"returned {len(result)} values for {count} trajectories")] * count
+    return [_value(each) for each in result]
+
+
+def _value(result: Any) -> Value:
+    """Convert a result: a number, None, or a mapping of `score` and whatever else shall be logged."""
+    if result is None:
+        return None
+    if not isinstance(result, Mapping):
+        return _number(result)
+
+    if "score" not in result:
+        return Failure(FailureKind.value, f"returned a mapping of {', '.join(map(str, result))}, without score")
+    score = _number(result["score"])
+    if isinstance(score, Failure):
+        return score
+
+    numbers = {str(name): _number(value) for name, value in result.items() if name != "score"}
+    return LoggedScore(score, {name: number for name, number in numbers.items() if isinstance(number, float)})
+
+
+def _number(value: Any) -> float | Failure:
+    if isinstance(value, BaseException):
+        return _raised(value)
+    if isinstance(value, str | bytes) or not hasattr(type(value), "__float__"):
+        return Failure(FailureKind.value, f"returned {str(value)[:50]!r}, a {type(value).__name__}, not a number")
+
+    try:
+        number = float(value)
+    except Exception as error:  # an array of several numbers, an integer without bound, a type of the user's
+        return Failure(FailureKind.value, f"returned a {type(value).__name__}, not a number ({error_text(error)})")
+    return number if math.isfinite(number) else Failure(FailureKind.value, f"returned {number}, not a finite number")
 
 
 def _of_trajectories(reward: Any, args: Mapping[str, Any]) -> RewardFunction:

@@ -1,4 +1,4 @@
-"""What a reward worker runs: it loads one component, and scores the trajectories of one call after another.
+"""Runs in a reward worker: loads one component and scores the trajectories of one call after another.
 
 The main thread calls the reward, since some limit themselves with signals. What the driver sends is pickled inside the
 message, since trajectories hold arrays; nothing that a worker sends is unpickled.
@@ -14,8 +14,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from app.reward.component import RewardComponent, RewardFunction
-from app.reward.outcome import Failure, FailureKind, LoggedScore, Outcome, evaluate, failures
+from app.reward.component import (
+    Failure,
+    FailureKind,
+    LoggedScore,
+    Outcome,
+    RewardComponent,
+    RewardFunction,
+    evaluate,
+    failures,
+)
 from app.types import Trajectory
 from app.worker.wire import Codec
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from math_verify import parse, verify
 
-from app.reward.answer import extract_final_answer
+from app.reward.format import extract_final_answer
 from app.types import Trajectory
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # silences its warning that no timeout is set

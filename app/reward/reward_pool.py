@@ -11,9 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from app.errors import RunError
-from app.reward.component import RewardComponent
+from app.reward.component import Failure, FailureKind, Outcome, RewardComponent, Value
 from app.reward.handler import CODEC, Scored, pickled, unpack
-from app.reward.outcome import Failure, FailureKind, Outcome, Value
 from app.types import Trajectory
 from app.worker.pool import WorkerPool
 from app.worker.remote import WorkerSpec

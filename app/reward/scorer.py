@@ -17,8 +17,17 @@ from pathlib import Path
 
 from app.config.reward import CODE, RewardConfig
 from app.errors import ConfigError, RunError
-from app.reward.component import RewardComponent, RewardFunction, built_in
-from app.reward.outcome import Failure, FailureKind, LoggedScore, Outcome, Value, evaluate
+from app.reward.component import (
+    Failure,
+    FailureKind,
+    LoggedScore,
+    Outcome,
+    RewardComponent,
+    RewardFunction,
+    Value,
+    built_in,
+    evaluate,
+)
 from app.reward.reward_pool import RewardPool
 from app.types import Trajectory
 from app.utils.dotted_path import LoadError

@@ -16,8 +16,7 @@ import numpy as np
 
 from app.config.reward import RewardConfig, RewardTerm
 from app.errors import RunError, echo
-from app.reward.component import RewardComponent
-from app.reward.outcome import Failure, FailureKind, LoggedScore, Value
+from app.reward.component import Failure, FailureKind, LoggedScore, RewardComponent, Value
 from app.reward.reward_pool import RewardPool
 from app.reward.scorer import components_of, not_accepted
 from app.types import Completion, FinishReason, Prompt, Trajectory, VersionSpan

@@ -30,7 +30,7 @@ def worker_spec(config: RunConfig, model_path: Path, *, tried: bool = False) -> 
     """Return what each worker runs.
 
     Args:
-        tried: The worker lists the tasks of `data.from_environment`, and checks what all workers of the run need
+        tried: The worker lists the tasks of `data.name=environment`, and checks what all workers of the run need
             together, such as sessions of a server.
 
     Raises:
@@ -110,7 +110,7 @@ def require_environment(config: RunConfig, model_path: Path) -> Sequence[Mapping
     """Start one worker, which loads the environment and the renderer, and end it.
 
     Returns:
-        With `data.from_environment` the tasks that the environment lists, else nothing.
+        With `data.name=environment` the tasks that the environment lists, else nothing.
 
     Raises:
         ConfigError: They cannot be loaded.

@@ -94,7 +94,7 @@ def data(run: RunInputs) -> Iterator[Finding]:
     """Whether the rows of local files can be read, and their messages rendered."""
     config = run.config
     loaded = None
-    if rows.is_local(config.data):
+    if rows.sets_of(config.data).are_local:
         loaded = run.rows
         check_template([*loaded.train, *(row for each in loaded.evals.values() for row in each)], config.data)
         run.count_steps(len(loaded.train))
@@ -180,7 +180,7 @@ def prompts(run: RunInputs) -> Iterator[Finding]:
     evaluated = sum(map(len, made.evals.values()))
     yield Finding("prompts", f"{len(made.train):,} to train on, {evaluated:,} to evaluate on")
 
-    warnings = [] if rows.is_local(config.data) else [*made.warnings]  # of local rows `data` warns
+    warnings = [] if rows.sets_of(config.data).are_local else [*made.warnings]  # of local rows `data` warns
     if run.trains:
         warnings += made.counts.repeated(config.algorithm.prompts_per_step)
     warnings += rendering_warnings(made.all, config.data, run.tokenizer)
@@ -290,12 +290,11 @@ def environment(run: RunInputs) -> None:
 
 def code(run: RunInputs) -> Iterator[Finding]:
     """With reward=code whether its sandbox runs a program here, and which form the tests of the rows have."""
-    args = run.config.reward.code
-    if args is None:
+    if run.config.reward.code is None:
         return
     from app.reward.code.check import describe_tests, require_sandbox
 
-    description, weak = require_sandbox(args)
+    description, weak = require_sandbox()
     yield Finding("sandbox", description, CheckStatus.warn if weak else CheckStatus.ok, WARNED if weak else "")
     if "data" not in run.missing:
         trained = [] if run.config.mode is Mode.eval else run.rows.train

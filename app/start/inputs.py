@@ -46,7 +46,7 @@ class RunInputs:
     def __post_init__(self) -> None:
         if self.moment is not CheckStage.start:
             self.missing |= {"model"} if self.local_model is None else set()
-            self.missing |= set() if rows.is_local(self.config.data) else {"data"}
+            self.missing |= set() if rows.sets_of(self.config.data).are_local else {"data"}
 
     @property
     def trains(self) -> bool:
@@ -99,7 +99,7 @@ class RunInputs:
 
     @cached_property
     def tasks(self) -> Sequence[Mapping[str, Any]]:
-        """With `data.from_environment` the tasks of the environment, which a worker process loads in any case."""
+        """With `data.name=environment` the tasks of the environment, which a worker process loads in any case."""
         self.status("trying the environment")
         return require_environment(self.config, self.model_path)
 

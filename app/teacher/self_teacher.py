@@ -12,7 +12,7 @@ import numpy as np
 
 from app.config import RunConfig
 from app.data.build import encode
-from app.data.fields import Row
+from app.data.row import Row
 from app.errors import RunError, expect
 from app.rollout.engine.pool import EnginePool
 from app.rollout.requests import Requests

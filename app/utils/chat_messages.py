@@ -28,7 +28,6 @@ SHAREGPT = {  # `from` → role
 REASONING = ("reasoning_content", "reasoning", "thinking")  # vLLM and Qwen; OpenAI and Gemma; transformers and gpt-oss
 FLAGS = ("train", "weight", "loss_mask", "loss", "train_on_turn", "trainable")
 TEXT_PARTS = ("text", "input_text", "output_text", None)
-FIELDS = ("role", "content", REASONING[0], "tool_calls", "tool_call_id", "name", "train")
 OPEN, CLOSE = "<think>", "</think>"
 SURE = 8  # characters: a shorter text may be found in a prompt by chance
 CHANGE = "changed"

@@ -1,4 +1,4 @@
-"""Programs a second of `reward=code`, through the scorer, in each sandbox of this machine.
+"""Programs a second of `reward=code`, through the scorer.
 
     python -m tests.bench.code [--programs 400] [--rounds 3] [--out FILE]
 
@@ -8,20 +8,20 @@ Prints one JSON line. The machine is looked at before each round.
 import time
 from typing import Any
 
-from app.reward.code.sandbox import NAMESPACES, PROCESS, available
 from tests.bench.machine import Options, busy, conditions, machine, publish, spread
 from tests.reward.scorers import running_scorer, trajectory
 
 PROGRAM = "```python\nimport math\ndef root(n):\n    return math.isqrt(n)\n```"
 TESTS = ["assert root(16) == 4", "assert root(17) == 4", "assert root(1) == 1"]
 WORKERS = 2
-TARGETS = {NAMESPACES: 40, PROCESS: 100}
+KIND = "process"  # of confinement: the only one; earlier results had two
+TARGETS = {KIND: 100}
 
 
-def rate(kind: str, programs: int) -> float:
+def rate(programs: int) -> float:
     """Return programs a second; each has to pass."""
     trajectories = [trajectory(PROGRAM, prompt_id=f"set/{number}", test_list=TESTS) for number in range(programs)]
-    with running_scorer(components={"code": 1.0}, args={"sandbox": kind}, workers=WORKERS, timeout_s=60.0) as scorer:
+    with running_scorer(components={"code": 1.0}, workers=WORKERS, timeout_s=60.0) as scorer:
         scorer.scored(trajectories[: 4 * WORKERS])
         begin = time.perf_counter()
         scored = scorer.scored(trajectories)
@@ -32,14 +32,13 @@ def rate(kind: str, programs: int) -> float:
 
 def measure(rounds: int, programs: int) -> dict[str, Any]:
     before = []
-    rates: dict[str, list[float]] = {kind: [] for kind in TARGETS if available(kind) is None}
+    rates = []
     for _ in range(rounds):
-        for kind in rates:
-            before.append(conditions())
-            rates[kind].append(rate(kind, programs))
+        before.append(conditions())
+        rates.append(rate(programs))
     return {
         "what": "code",
-        "programs_per_second": {kind: spread(values, 1) for kind, values in rates.items()},
+        "programs_per_second": {KIND: spread(rates, 1)},
         "targets": TARGETS,
         "programs": programs,
         "workers": WORKERS,

@@ -17,7 +17,6 @@ from omegaconf import DictConfig, OmegaConf
 
 from app.config import compose as configuration
 from app.config.algorithm import Aggregation, AlgorithmConfig, Correction, Kl, OldPolicy, RatioLevel
-from app.config.data import Generator
 from app.config.device import DeviceKind
 from app.config.idle_settings import idle_settings
 from app.config.model import TINY_PRESETS
@@ -193,8 +192,7 @@ def test_the_tiny_tools_experiment_is_a_model_a_data_set_and_a_calculator() -> N
         "calculator",
         {"exact": 1.0},
     )
-    assert (config.data.generator, config.placement.kind.name) == (Generator.products, "fully_async")
-    assert composed("experiment=tiny_tools", "data=chain").data.generator is Generator.chain
+    assert (config.data.name, config.placement.kind.name) == ("products", "fully_async")
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)

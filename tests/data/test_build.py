@@ -10,11 +10,11 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from app.config.data import ArithmeticConfig, DataConfig, Template
+from app.config.data import DataConfig, GeneratedConfig, Template
 from app.data.build import build
 from tests.refusals import refused
 
-SMALL = ArithmeticConfig(problems=40, eval_problems=8)
+SMALL = GeneratedConfig(problems=40, eval_problems=8)
 
 
 def test_a_plain_prompt_is_prefix_question_and_suffix_and_carries_every_column_of_its_row(
@@ -88,11 +88,6 @@ def test_longer_prompts_are_dropped_and_counted(jsonl: Callable[..., str], token
 def test_a_limit_below_all_prompts_is_rejected_with_the_smallest_sufficient_one(tokenizer: Any) -> None:
     with refused("rollout.max_prompt_tokens", 3, "at least "):
         build(DataConfig(arithmetic=SMALL), tokenizer, seed=0, max_prompt_tokens=3)
-
-
-def test_chat_without_a_chat_template_is_rejected(tokenizer: Any) -> None:
-    with refused("data.template", "chat", "plain"):
-        build(DataConfig(arithmetic=SMALL, template=Template.chat), tokenizer, seed=0, max_prompt_tokens=64)
 
 
 def test_a_chat_template_that_rejects_the_messages_is_a_configuration_error(tokenizer: Any) -> None:

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from app.config.data import DataConfig, EvalSetConfig, Template
 from app.data import rows
 from app.data.build import PromptData, build, rendering_warnings
-from app.data.cursor import PromptCursor, fingerprint
+from app.data.cursor import PromptCursor
 from app.errors import ConfigError
 from app.model.hf_directory import load_tokenizer
 from app.start.preflight import problems
@@ -135,11 +135,6 @@ def test_text_of_the_data_stands_around_the_last_question(jsonl: Jsonl, model: A
 WRONG: list[tuple[list[Any], str]] = [
     ([user("q"), {"role": "assistant", "content": "a"}], "the role assistant"),
     ([user("q"), SYSTEM], "the role system"),
-    ([{"role": "human", "content": "q"}], "message 1 is of human"),
-    ([user("q"), "q"], "message 2 is of str"),
-    ([user("q"), {"content": "q"}], "message 2 is of None"),
-    ([{"role": "user"}], "that of message 1 is NoneType"),
-    ([{"role": "user", "content": 3}], "that of message 1 is int"),
     ([user("q"), {"role": "user", "content": [{"type": "image", "url": "x"}]}], "part of type image"),
     ([user("\ud800")], "unpaired surrogate"),
     ([user("q"), user(" \n")], "the last of the role user is empty"),
@@ -162,23 +157,11 @@ def test_a_tool_may_return_nothing(jsonl: Jsonl) -> None:
     assert row.question == ""
 
 
-def test_parts_of_text_are_joined(jsonl: Jsonl, model: Any) -> None:
-    parts = {"role": "user", "content": [{"type": "text", "text": "1+"}, {"type": "text", "text": "1="}]}
-    found = prompts(config_of(jsonl(*[{"prompt": [parts], "answer": "2"}] * 2)), model)
-    assert found[0].messages == (user("1+1="),)
-
-
 @pytest.mark.parametrize("field", ["prompt.0.content", "prompt.1.content", "prompt.0.role"])
 def test_one_of_several_messages_is_not_a_question(jsonl: Jsonl, field: str) -> None:
     path = jsonl({"prompt": [SYSTEM, user("1+1=")], "answer": "2"})
     with refused("data.question", field, "give prompt,", "row 1 of"):
         rows.load(config_of(path, question=field))
-
-
-def test_the_only_message_is_a_question(jsonl: Jsonl) -> None:
-    path = jsonl(*[{"prompt": [user(f"{n}+1=")], "chat": [user("x"), user("y")], "answer": "2"} for n in range(2)])
-    config = config_of(path, question="prompt.0.content", answer="chat.1.content")
-    assert [(row.question, row.answer) for row in rows.load(config).train] == [("0+1=", "y")]
 
 
 def test_messages_need_the_chat_template(jsonl: Jsonl, model: Any) -> None:
@@ -247,18 +230,6 @@ def test_rows_without_an_answer_need_a_reward_of_ones_own(jsonl: Jsonl) -> None:
         composed(*line, "reward._target_=my_rewards.brief", "data.answer_after=x")
 
 
-def test_messages_of_a_function_are_those_of_a_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: Any
-) -> None:
-    (tmp_path / "my_conversations.py").write_text(
-        f"def read():\n    return [{{'prompt': each, 'answer': '2'}} for each in {list(CONVERSATIONS.values())!r}]\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    config = DataConfig(_target_="my_conversations.read", question="prompt", template=Template.chat)
-    found = prompts(config, model)
-    assert json.dumps([list(prompt.messages) for prompt in found]) == json.dumps(list(CONVERSATIONS.values()))
-
-
 # --- forms of rows
 
 
@@ -304,26 +275,6 @@ def test_nulls_that_were_written_stay(jsonl: Jsonl, model: Any) -> None:
     text = model.decode(found[0].token_ids)
     assert '"default": null' in text
     assert '{"city": null}' in text
-
-
-@pytest.mark.parametrize("family", ["qwen3", "qwen3.5"])
-def test_arguments_as_json_text_are_rendered_as_the_object(family: str, jsonl: Jsonl, tmp_path: Path) -> None:
-    tokenizer = tokenizer_of(family, tmp_path / "model")
-    ask, said = calling("add", left=1)
-    text = {"type": "function", "function": {"name": "add", "arguments": '{"left": 1}'}}
-    rows = [{"prompt": [ask, each, user("?")], "answer": "1"} for each in (said, {**said, "tool_calls": [text]})]
-    one, other = prompts(config_of(jsonl(*rows)), tokenizer)
-    assert one.token_ids.tolist() == other.token_ids.tolist()
-
-
-@pytest.mark.parametrize("form", ["json", "sharegpt"])
-def test_messages_as_json_text_or_of_sharegpt_are_the_same_prompt(form: str, jsonl: Jsonl, model: Any) -> None:
-    value: Any = json.dumps([user("1+1=")]) if form == "json" else [{"from": "human", "value": "1+1="}]
-    one, other = prompts(
-        config_of(jsonl({"prompt": value, "answer": "2"}, {"prompt": [user("1+1=")], "answer": "2"})), model
-    )
-    assert one.token_ids.tolist() == other.token_ids.tolist()
-    assert one.messages == (user("1+1="),)
 
 
 CHATML = (
@@ -396,16 +347,6 @@ def test_a_control_token_that_cannot_stay_text_is_named_with_its_row(jsonl: Json
     assert "/1 spells </s>" in warning
 
 
-def test_fields_of_messages_that_nothing_reads_are_named(jsonl: Jsonl, model: Any) -> None:
-    row = {"prompt": [{**user("q"), "mood": "good", "weight": 1, "name": "me"}], "answer": "x"}
-    config = config_of(jsonl(row, row))
-    read = with_template(model, CHATML.replace("TEXT", "message.content + message.mood"))
-    unread = with_template(model, CHATML.replace("TEXT", "message.content"))
-    (warning,) = rendering_warnings(prompts(config, unread), config, unread)
-    assert warning.endswith(": mood")
-    assert rendering_warnings(prompts(config, read), config, read) == []
-
-
 # --- variables of the template
 
 
@@ -451,12 +392,3 @@ def test_a_template_that_writes_the_date_is_resumed_on_the_next_day(jsonl: Jsonl
     rows[2]["prompt"] = [user("changed")]
     with refused("data", ""):
         cursor("25 November", config_of(jsonl(*rows))).restore(saved)
-
-
-def test_a_checkpoint_of_an_earlier_version_is_compared_by_its_tokens(jsonl: Jsonl, model: Any) -> None:
-    config = config_of(jsonl(*[{"prompt": [user(f"{number}+1=")], "answer": "x"} for number in range(6)]))
-    train = build(config, model, seed=0, max_prompt_tokens=1000).train
-    earlier = fingerprint(train.prompts, seed=0, shuffle=False, tokens=True)
-    train.restore({**train.state(), "fingerprint": earlier})
-    with refused("data", ""):
-        train.restore({**train.state(), "fingerprint": earlier[::-1]})

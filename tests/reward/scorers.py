@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from app.config.reward import RewardConfig
-from app.reward.outcome import FailureKind
+from app.reward.component import FailureKind
 from app.reward.scorer import Scorer
 from app.types import Completion, FinishReason, Prompt, Trajectory, VersionSpan
 

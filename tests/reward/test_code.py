@@ -7,9 +7,6 @@ import json
 import os
 import pickle
 import re
-import shutil
-import subprocess
-import sys
 import zlib
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,7 +16,7 @@ from typing import Any
 import pytest
 
 from app.config.placement import PlacementKind
-from app.config.reward import CodeArgs, RewardConfig
+from app.config.reward import RewardConfig
 from app.data.cursor import PromptCursor
 from app.placement.colocate import Colocate
 from app.placement.fully_async import FullyAsync
@@ -27,7 +24,7 @@ from app.reward.code import last_block
 from app.reward.code.check import describe_tests, require_sandbox
 from app.reward.code.judge import Judge, returns, same_lines
 from app.reward.code.row_tests import RETURNS, Asserts, NoTests, Stdin, read_tests
-from app.reward.code.sandbox import NAMESPACES, PROCESS, LocalSandbox, available
+from app.reward.code.sandbox import LocalSandbox, reads_files, unavailable
 from app.reward.scorer import Scorer
 from app.types import Completion, GroupRequest, Trajectory
 from tests.refusals import refused
@@ -42,11 +39,11 @@ HALF = "def add(a, b):\n    return 3\n"
 FIRST = "sim/0@0"
 
 
-@pytest.fixture(params=[NAMESPACES, PROCESS])
-def sandbox(request: pytest.FixtureRequest) -> LocalSandbox:
-    if (reason := available(request.param)) is not None:
+@pytest.fixture
+def sandbox() -> LocalSandbox:
+    if (reason := unavailable()) is not None:
         pytest.skip(reason)
-    return LocalSandbox(request.param, MEMORY)
+    return LocalSandbox(MEMORY)
 
 
 def passed(sandbox: LocalSandbox, program: str, row: dict[str, Any], answer: str = "") -> int:
@@ -61,39 +58,6 @@ def test_asserts_are_counted_one_by_one(sandbox: LocalSandbox) -> None:
         0,
         0,
     ]
-
-
-def test_a_test_that_needs_several_values_or_an_object_of_the_program_gets_them(sandbox: LocalSandbox) -> None:
-    program = (
-        "class Pair:\n    def __init__(self, a, b):\n        self.a, self.b = a, b\n    def swap(self):\n"
-        "        return Pair(self.b, self.a)\n"
-        "def longest(pairs, *, limit):\n    return max(each.b - each.a for each in pairs if each.b < limit)\n"
-        "def numbers():\n    yield from (1, 2)\n"
-        "def fail():\n    raise ValueError('no')\n"
-    )
-    tests = [
-        "assert longest([Pair(5, 24), Pair(15, 99)], limit=50) == 19",
-        "pair = Pair(1, 2).swap()\nassert (pair.a, pair.b) == (2, 1)",
-        "pair = Pair(1, 2)\npair.b = 7\nassert longest([pair], limit=8) == 6",
-        "assert list(numbers()) == [1, 2]",
-        "try:\n    fail()\n    assert False\nexcept ValueError:\n    pass",
-        "import math\nassert math.isclose(longest([Pair(0, 1)], limit=9), 1.0)",
-        "assert Pair(1, 2) == Pair(1, 2)",  # objects of a program are equal to themselves alone
-    ]
-    assert passed(sandbox, program, {"test_list": tests}) == len(tests) - 1
-
-
-def test_a_test_that_draws_its_inputs_draws_the_same_again(sandbox: LocalSandbox) -> None:
-    """It is played again for each value that it needs."""
-    check = (
-        "import random\n"
-        "def check(candidate):\n"
-        "    for _ in range(4):\n"
-        "        drawn = random.randint(0, 10**9)\n"
-        "        assert candidate(drawn, 1) == drawn + 1\n"
-    )
-    row = {"test": check, "entry_point": "add"}
-    assert [passed(sandbox, program, row) for program in (RIGHT, HALF)] == [1, 0]
 
 
 def test_values_of_pythons_plain_types_come_back_as_they_are(sandbox: LocalSandbox) -> None:
@@ -240,32 +204,15 @@ def test_a_row_without_tests_is_a_failure() -> None:
         assert scorer.metrics["reward/failed_exception"] == 1
 
 
-def test_a_sandbox_that_is_absent_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    available.cache_clear()
+def test_a_machine_that_cannot_confine_programs_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert require_sandbox()[1] == reads_files()
+    monkeypatch.setattr(os, "uname", lambda: os.uname_result(("Linux", "here", "6", "1", "riscv64")))
+    unavailable.cache_clear()
     try:
-        with refused("reward.args.sandbox", "namespaces", "process"):
-            require_sandbox(CodeArgs(sandbox="namespaces"))
-        description, warned = require_sandbox(CodeArgs())
-        assert (PROCESS in description, warned) == (True, True)
+        with refused("reward", "code", "riscv64"):
+            require_sandbox()
     finally:
-        available.cache_clear()
-
-
-@pytest.mark.skipif(os.getuid() != 0 or shutil.which("setpriv") is None, reason="only root can give up capabilities")
-def test_where_bubblewrap_is_refused_as_in_a_container_the_run_names_its_reason() -> None:
-    if (reason := available(NAMESPACES)) is not None:
-        pytest.skip(reason)
-    print_description = "from app.reward.code.sandbox import sandbox_of; print(sandbox_of('auto', 1 << 28).description)"
-    ran = subprocess.run(
-        ["setpriv", "--bounding-set=-sys_admin", sys.executable, "-c", print_description],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert ran.stdout.startswith(f"{PROCESS}: ")
-    assert "bwrap: " in ran.stdout
+        unavailable.cache_clear()
 
 
 class WatchedScorer(Scorer):

@@ -9,20 +9,21 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 
-from app.reward.code import seccomp
+from app.reward.code import sandbox
 from app.reward.code.judge import Judge
 from app.reward.code.row_tests import read_tests
-from app.reward.code.sandbox import NAMESPACES, PROCESS, LocalSandbox, available
+from app.reward.code.sandbox import LocalSandbox, unavailable
 from tests.reward.test_code_hostile import returned
 from tests.waiting import until
 
 HEADERS = {"x86_64": "/usr/include/x86_64-linux-gnu/asm/unistd_64.h", "aarch64": "/usr/include/asm-generic/unistd.h"}
-ALLOWED, REFUSED, KILLED = seccomp.ALLOW, seccomp.REFUSE, seccomp.KILL
+ALLOWED, REFUSED, KILLED = sandbox.ALLOW, sandbox.REFUSE, sandbox.KILL
 LIBC = "import ctypes, os, socket\nlibc = ctypes.CDLL(None, use_errno=True)\n"
 
 
@@ -43,7 +44,7 @@ def decision(machine: str, architecture: int, number: int, *arguments: int) -> i
     original = os.uname
     os.uname = lambda: os.uname_result((*original()[:4], machine))
     try:
-        code = seccomp.seccomp_filter()
+        code = sandbox.seccomp_filter()
     finally:
         os.uname = original
     position, loaded = 0, 0
@@ -65,8 +66,8 @@ def decision(machine: str, architecture: int, number: int, *arguments: int) -> i
 def test_the_filter_allows_what_it_names_and_nothing_else(machine: str) -> None:
     known = numbers(machine)
     architecture = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}[machine]
-    names = {entry.split()[0] for entry in seccomp.ALLOWED.split(",")}
-    free = names - set(seccomp.VALUES) - set(seccomp.BITS)
+    names = {entry.split()[0] for entry in sandbox.ALLOWED.split(",")}
+    free = names - set(sandbox.VALUES) - set(sandbox.BITS)
     decided = {name: decision(machine, architecture, number) for name, number in known.items()}
     assert {name for name, found in decided.items() if found == ALLOWED} - {
         "prlimit64",
@@ -106,14 +107,14 @@ def test_the_filter_allows_what_it_names_and_nothing_else(machine: str) -> None:
 def test_another_architecture_has_no_filter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "uname", lambda: os.uname_result(("Linux", "here", "6", "1", "riscv64")))
     with pytest.raises(KeyError):
-        seccomp.seccomp_filter()
+        sandbox.seccomp_filter()
 
 
-@pytest.fixture(params=[NAMESPACES, PROCESS])
-def judge(request: pytest.FixtureRequest) -> Judge:
-    if (reason := available(request.param)) is not None:
+@pytest.fixture
+def judge() -> Judge:
+    if (reason := unavailable()) is not None:
         pytest.skip(reason)
-    return Judge(LocalSandbox(request.param, 256 << 20), stop_early=True, timeout_s=10.0)
+    return Judge(LocalSandbox(256 << 20), stop_early=True, timeout_s=10.0)
 
 
 # What a program tries, and what it returns if it was refused
@@ -206,19 +207,18 @@ time.sleep(100)
 WORKER = """
 import sys
 from app.reward.code.sandbox import LocalSandbox
-LocalSandbox(sys.argv[1], 1 << 28).run(sys.argv[2], "", 300.0)
+LocalSandbox(1 << 28).run(sys.argv[1], "", 300.0)
 """
 
 
-@pytest.mark.parametrize("kind", [NAMESPACES, PROCESS])
-def test_a_program_that_hides_ends_with_its_worker(kind: str) -> None:
-    if (reason := available(kind)) is not None:
+def test_a_program_that_hides_ends_with_its_worker() -> None:
+    if (reason := unavailable()) is not None:
         pytest.skip(reason)
     worker = psutil.Popen(
-        [sys.executable, "-c", WORKER, kind, SURVIVOR], env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        [sys.executable, "-c", WORKER, SURVIVOR], env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     )
     try:
-        until(lambda: len(worker.children(recursive=True)) >= (1 if kind == PROCESS else 2), 30)
+        until(lambda: bool(worker.children(recursive=True)), 30)
         time.sleep(0.5)  # it hides now
         programs = worker.children(recursive=True)
     finally:
@@ -293,8 +293,8 @@ LINES = {
 
 
 @pytest.mark.parametrize("name", LINES)
-def test_forged_answers_cost_no_time_and_gain_nothing(name: str) -> None:
-    judge = Judge(LocalSandbox(PROCESS, 256 << 20), stop_early=True, timeout_s=1.0)
+def test_forged_answers_cost_no_time_and_gain_nothing(judge: Judge, name: str) -> None:
+    judge = replace(judge, timeout_s=1.0)
     row = read_tests({"test_list": ["value = f(1)\nassert value == 2 or next(iter(value)) < 0 or int(value) == 2"]})
     begin = time.monotonic()
     assert judge.passed(FORGED.replace("{line}", LINES[name]), row) == 0
@@ -328,7 +328,7 @@ def test_a_comparison_with_a_value_is_never_the_programs(judge: Judge) -> None:
 
 def test_no_library_call_is_needed_that_the_filter_refuses() -> None:
     """Modules of the standard library that programs use are imported and work under the filter."""
-    if (reason := available(PROCESS)) is not None:
+    if (reason := unavailable()) is not None:
         pytest.skip(reason)
     program = (
         "import argparse, array, ast, asyncio, bisect, calendar, cmath, collections, copy, csv, ctypes, dataclasses\n"
@@ -343,6 +343,6 @@ def test_no_library_call_is_needed_that_the_filter_refuses() -> None:
         "print(sqlite3.connect(':memory:').execute('select 41 + 1').fetchone()[0], end='')\n"
     )
     with tempfile.TemporaryFile() as errors:
-        output = LocalSandbox(PROCESS, 512 << 20, errors.fileno()).run(program, "", 60.0)
+        output = LocalSandbox(512 << 20, errors.fileno()).run(program, "", 60.0)
         errors.seek(0)
         assert output == "\n42", errors.read().decode()

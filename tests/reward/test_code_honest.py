@@ -8,7 +8,7 @@ import pytest
 from app.reward.code import last_block
 from app.reward.code.judge import Judge
 from app.reward.code.row_tests import read_tests
-from app.reward.code.sandbox import NAMESPACES, PROCESS, LocalSandbox, available
+from app.reward.code.sandbox import LocalSandbox, unavailable
 
 VECTOR = """class V:
     def __init__(self, x, y):
@@ -160,11 +160,11 @@ ROWS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.fixture(params=[NAMESPACES, PROCESS])
-def judge(request: pytest.FixtureRequest) -> Judge:
-    if (reason := available(request.param)) is not None:
+@pytest.fixture
+def judge() -> Judge:
+    if (reason := unavailable()) is not None:
         pytest.skip(reason)
-    return Judge(LocalSandbox(request.param, 512 << 20), stop_early=True, timeout_s=60.0)
+    return Judge(LocalSandbox(512 << 20), stop_early=True, timeout_s=60.0)
 
 
 @pytest.mark.parametrize("name", ASSERTED)

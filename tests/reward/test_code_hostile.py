@@ -9,6 +9,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import pytest
 
 from app.reward.code.judge import Judge
 from app.reward.code.row_tests import Asserts, Stdin, read_tests
-from app.reward.code.sandbox import NAMESPACES, PROCESS, LocalSandbox, available
+from app.reward.code.sandbox import LocalSandbox, unavailable
 from tests.waiting import until
 
 SECRET = f"secret-{uuid.uuid4().hex}"
@@ -133,22 +134,16 @@ def f(path):
 """
 
 
-@pytest.fixture(params=[NAMESPACES, PROCESS])
-def kind(request: pytest.FixtureRequest) -> str:
-    name = str(request.param)
-    if (reason := available(name)) is not None:
+@pytest.fixture
+def patient() -> Judge:
+    if (reason := unavailable()) is not None:
         pytest.skip(reason)
-    return name
+    return Judge(LocalSandbox(256 << 20), stop_early=True, timeout_s=60.0)
 
 
 @pytest.fixture
-def judge(kind: str) -> Judge:
-    return Judge(LocalSandbox(kind, 256 << 20), stop_early=True, timeout_s=0.5)
-
-
-@pytest.fixture
-def patient(kind: str) -> Judge:
-    return Judge(LocalSandbox(kind, 256 << 20), stop_early=True, timeout_s=60.0)
+def judge(patient: Judge) -> Judge:
+    return replace(patient, timeout_s=0.5)
 
 
 def alive(process: psutil.Process) -> bool:
@@ -215,8 +210,8 @@ def test_an_endless_test_of_the_programs_values_ends_at_the_deadline(judge: Judg
 DRIVER = """
 import sys
 from tests.reward.scorers import running_scorer, trajectory
-with running_scorer(components={"code": 1.0}, args={"sandbox": sys.argv[1]}, workers=1, timeout_s=600.0) as scorer:
-    scorer.scored([trajectory(sys.argv[2], test_list=["assert f(3) == 3"])])
+with running_scorer(components={"code": 1.0}, workers=1, timeout_s=600.0) as scorer:
+    scorer.scored([trajectory(sys.argv[1], test_list=["assert f(3) == 3"])])
 """
 ENDLESS = f"""```python
 import os
@@ -233,9 +228,9 @@ while True:
 RUNNING_S = 0.3  # CPU time of an endless program, far more than the start of its interpreter
 
 
-def test_a_killed_worker_and_a_killed_driver_leave_no_process_and_no_file(kind: str, tmp_path: Path) -> None:
+def test_a_killed_worker_and_a_killed_driver_leave_no_process_and_no_file(tmp_path: Path) -> None:
     environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
-    driver = psutil.Popen([sys.executable, "-c", DRIVER, kind, ENDLESS], env=environment, start_new_session=True)
+    driver = psutil.Popen([sys.executable, "-c", DRIVER, ENDLESS], env=environment, start_new_session=True)
 
     def running() -> bool:
         workers = driver.children()

@@ -36,9 +36,9 @@ def test_every_built_in_component_loads() -> None:
 
 
 def test_only_code_takes_arguments() -> None:
-    accepted = RewardConfig(components={"code": 1.0, "format": 0.1}, args={"partial": True, "sandbox": "process"})
+    accepted = RewardConfig(components={"code": 1.0, "format": 0.1}, args={"partial": True, "memory_mib": 64})
     accepted.validate()
-    assert accepted.code == CodeArgs(partial=True, sandbox="process")
+    assert accepted.code == CodeArgs(partial=True, memory_mib=64)
     assert accepted.terms()["format"].args == {}
     with refused("reward.args", {"partial": True}):
         RewardConfig(components={"math": 1.0}, args={"partial": True}).validate()

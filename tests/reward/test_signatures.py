@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from app.algorithm.metrics import group_metrics
-from app.reward.component import RewardComponent
-from app.reward.outcome import Failure, LoggedScore, evaluate, failures
+from app.reward.component import Failure, LoggedScore, RewardComponent, evaluate, failures
 from app.types import Group, Trajectory
 from app.utils.dotted_path import LoadError
 from tests.reward.scorers import OWN, failed, running_scorer, trajectory

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from app.config.data import ArithmeticConfig, ChainConfig, ProductsConfig
+from app.config.data import GeneratedConfig
 from app.config.model import TINY_MODELS
-from app.data import generators
+from app.data.rows import generated
 from app.device.torchvision_shim import transformers
 from tests.tiny_models.tokenizer import build_tokenizer
 
@@ -65,11 +65,11 @@ def _warm_up(model: Any, tokenizer: Any, recipe: Recipe, seed: int) -> None:
     from tests.tiny_models import sums, tool_calls
 
     if not recipe.tools:
-        sums.warm_up(model, tokenizer, *generators.arithmetic(ArithmeticConfig()), seed)
+        sums.warm_up(model, tokenizer, *generated("arithmetic", GeneratedConfig()), seed)
         return
 
-    train, held_out = generators.products(ProductsConfig())
-    train_chains, held_out_chains = generators.chain(ChainConfig())
+    train, held_out = generated("products", GeneratedConfig())
+    train_chains, held_out_chains = tool_calls.chains()
     tool_calls.warm_up(model, tokenizer, [*train, *train_chains], [*held_out, *held_out_chains], seed)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from app.data.fields import Row
+from app.data.row import Row
 from tests.tiny_models.supervised import Rows, encode, greedy_accuracy, supervised_step, train_rounds
 
 ROWS_PER_STEP = 128

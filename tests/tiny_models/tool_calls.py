@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from app.data.fields import Row
+from app.data.row import Row
 from app.environment.calculator import ASK, answer
 from tests.tiny_models.supervised import Rows, encode, supervised_step, train_rounds
 
@@ -39,6 +39,18 @@ BIAS_ROWS = 120  # per step
 CALLS = 0.15  # of the rows in a step, and of the samples thereafter
 MIN_CALLS, MAX_CALLS = 0.10, 0.20  # mean probability of a call
 MAX_CALLS_OF_A_QUESTION = 0.40  # the engine's arithmetic must not flip a greedy choice
+
+
+def chains() -> tuple[list[Row], list[Row]]:
+    """Draw questions that take two calls, such as 12*7+30=: 2,000 to train on and 200 held out."""
+    rows = []
+    for index, number in enumerate(random.Random(0).sample(range(90 * 8 * 90), 2200)):
+        left, rest = divmod(number, 8 * 90)
+        right, addend = divmod(rest, 90)
+        left, right, addend = left + 10, right + 2, addend + 10
+        question, result = f"{left}*{right}+{addend}=", str(left * right + addend)
+        rows.append(Row(question, result, "chain", index, {"question": question, "answer": result}))
+    return rows[:2000], rows[2000:]
 
 
 def warm_up(model: Any, tokenizer: Any, train: Sequence[Row], held_out: Sequence[Row], seed: int) -> float:

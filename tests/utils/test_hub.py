@@ -10,7 +10,7 @@ import pytest
 from huggingface_hub import constants
 
 from app.config.model import ModelConfig
-from app.data.records import sources
+from app.data import records
 from app.model.hf_directory import locate
 from app.utils.hub import hub_client
 from tests.refusals import refused
@@ -37,7 +37,7 @@ def connections(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[None]]:
 
 
 def read_rows() -> None:
-    list(sources.read("nobody/nothing-at-all", subset="main", split="test", key="data.path"))
+    list(records.read("nobody/nothing-at-all", subset="main", split="test", key="data.path"))
 
 
 def find_model() -> None:

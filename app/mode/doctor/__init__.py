@@ -19,9 +19,8 @@ from urllib.parse import quote, urlsplit
 from urllib.request import Request, urlopen
 
 from app.config import RunConfig
-from app.data import rows
+from app.data import records, rows
 from app.data.build import conversation
-from app.data.records import sources
 from app.environment.protocol import Task
 from app.environment.wire import Answer, End, SampleRequest
 from app.errors import FAILED_EXIT, ConfigError
@@ -128,9 +127,9 @@ def reachable(config: RunConfig) -> Iterator[Finding]:
     teacher = config.teacher.model(config.model)
     if teacher is not None and not teacher.local.is_dir():
         yield _hub("model", str(teacher.path), "teacher.path")
-    for key, path in rows.paths(config.data).items():
+    for key, path in rows.sets_of(config.data).paths.items():
         for part in [path] if isinstance(path, str) else path:
-            if sources.is_remote(part) and not Path(part).expanduser().is_dir():
+            if records.is_remote(part) and not Path(part).expanduser().is_dir():
                 yield _hub("dataset", part, key)
 
     if config.cluster.address not in (None, "auto", "local"):

@@ -1,17 +1,16 @@
 """Reward component `code`: the tests of the row, run on the program of the completion, a fenced block.
 
 code ─→ row_tests: the row's tests
-     └→ judge: what is expected stays here ══ expressions, values ══ sandbox: runner, the program
+     └→ judge: keeps what is expected ══ expressions, values ══ sandbox: runner, the program
 """
 
 import re
-import sys
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from app.reward.code.judge import Judge
 from app.reward.code.row_tests import read_tests
-from app.reward.code.sandbox import sandbox_of
+from app.reward.code.sandbox import LocalSandbox
 from app.types import Trajectory
 
 BACKTICKS = "```"
@@ -26,17 +25,12 @@ class code:  # noqa: N801  a component has its name
     Args:
         timeout_s: For all tests of a program.
         partial: Score the share.
-        sandbox: auto, namespaces or process.
         memory_mib: Of a program.
-
-    Raises:
-        SandboxError: There is no such sandbox here.
     """
 
-    def __init__(self, timeout_s: float, partial: bool = False, sandbox: str = "auto", memory_mib: int = 512) -> None:
+    def __init__(self, timeout_s: float, partial: bool = False, memory_mib: int = 512) -> None:
         self._partial = partial
-        self._judge = Judge(sandbox_of(sandbox, memory_mib << 20), stop_early=not partial, timeout_s=timeout_s)
-        sys.stderr.write(f"reward code, sandbox {self._judge.sandbox.description}\n")
+        self._judge = Judge(LocalSandbox(memory_mib << 20), stop_early=not partial, timeout_s=timeout_s)
 
     def __call__(self, trajectories: Sequence[Trajectory]) -> list[Any]:
         """Return a score for each, and the share of its tests that passed until it was decided."""

@@ -4,27 +4,25 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from app.config.reward import CodeArgs
 from app.errors import ConfigError
 from app.reward.code.row_tests import ACCEPTED, NoTests, read_tests
-from app.reward.code.sandbox import NAMESPACES, PROCESS, SandboxError, available, sandbox_of
+from app.reward.code.sandbox import reads_files, unavailable
 
 MAX_ROWS = 500  # of a set: compressed tests take milliseconds to read
 
 
-def require_sandbox(args: CodeArgs) -> tuple[str, bool]:
+def require_sandbox() -> tuple[str, bool]:
     """Return what the sandbox protects, and whether a run warns of it.
 
     Raises:
         ConfigError: It cannot run a program here.
     """
-    try:
-        description = sandbox_of(args.sandbox, args.memory_mib << 20).description
-    except SandboxError as error:
-        working = [kind for kind in (NAMESPACES, PROCESS) if available(kind) is None]
-        accepted = " or ".join(working) or "a machine with bubblewrap, or with seccomp"
-        raise ConfigError("reward.args.sandbox", args.sandbox, accepted, str(error)) from error
-    return f"programs of completions run in {description}", args.sandbox == "auto" and description.startswith(PROCESS)
+    if (reason := unavailable()) is not None:
+        raise ConfigError("reward", "code", "a machine with seccomp, x86_64 or aarch64", reason)
+    without = "files, network or processes of the machine"
+    if reads_files():
+        without = "network or processes of the machine; the kernel has no Landlock, so it reads files as its user can"
+    return f"a program of a completion runs without {without}", reads_files()
 
 
 def describe_tests(sets: Sequence[Sequence[tuple[str, Mapping[str, Any], str]]]) -> str:

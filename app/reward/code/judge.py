@@ -1,4 +1,4 @@
-"""Whether a program passes a row's tests. What is expected stays on this side, and the program in its sandbox.
+"""Run a row's tests on a program. Expected values stay in this process, and the program in its sandbox.
 
 Tests run in a fork of this process, as trusted as the rows, on a `Remote` for each object of the program. What they do
 with one is an expression that the program's process evaluates. Only values of Python's standard types come back; any
@@ -94,7 +94,7 @@ def forked(verdicts: Iterator[bool], deadline: float) -> list[bool]:
 
 
 def statements(program: Program, tests: Asserts) -> Iterator[bool]:
-    """Yield for each statement whether it ends without an exception, after it asked the program for what it defines."""
+    """Yield for each statement whether it used the program and ended without an exception."""
     for statement in tests.cases:
         random.seed(0)  # a test that draws its inputs draws the same for each program
         session = Session(program, tests)
@@ -104,20 +104,20 @@ def statements(program: Program, tests: Asserts) -> Iterator[bool]:
         except BaseException:  # also what the program's values make a test raise
             yield False
         else:
-            yield session.asked and not session.lacking
+            yield session.answered and not session.lacking
 
 
 class Session(dict[str, Any]):
     """Globals of a test: what it defines, builtins, modules of the standard library, else names of the program.
 
     Attributes:
-        asked: The program has answered.
+        answered: The program has answered.
         lacking: It does not define a name that the test uses.
     """
 
     def __init__(self, program: Program, tests: Asserts) -> None:
         super().__init__({"__name__": "test", RETURNS: returns})
-        self.asked = self.lacking = False
+        self.answered = self.lacking = False
         self._program, self._tests = program, tests
         self._lent: list[Callable[..., Any]] = []
         self._classes: dict[str, type] = {}
@@ -144,7 +144,7 @@ class Session(dict[str, Any]):
             except Exception as error:
                 reply = f"'raised', {self.source(error)}"
             kind, value = self._answer(self._program.ask(reply))
-        self.asked = True
+        self.answered = True
         if kind == "raised":
             raise value
         return kind, value

@@ -46,7 +46,7 @@ class Asserts:
 
 @dataclass(frozen=True, slots=True)
 class Stdin:
-    """What a program reads and what it shall print."""
+    """Pairs of a program's stdin and its expected stdout."""
 
     cases: Sequence[tuple[str, str]]
     names = frozenset[str]()

@@ -1,4 +1,4 @@
-"""What runs inside a sandbox: it confines itself, and then runs the program of a completion. It is passed as text.
+"""Runs inside a sandbox: confines itself, and then runs the program of a completion. It is passed as text.
 
 Its stdin has frames, each a length, a line break and a text. The first is the job, a literal of `code`, `limits` and
 `script`. A script reads the rest of stdin and writes to stdout. Of another program each further frame is an expression

@@ -1,24 +1,26 @@
-"""Where the program of a completion runs: under bubblewrap, or under Landlock alone where it cannot make namespaces.
+"""Where the program of a completion runs: an interpreter of its own, without packages, environment or files.
 
-Every program gets an interpreter of its own, without packages, environment or files. In either case limits and a
-seccomp filter confine it to one process, which ends with it: it cannot leave anything, or reach anything but its stdin
-and stdout.
+Landlock, limits and a seccomp filter confine it to one process, which ends with it: it cannot leave anything, or reach
+anything but its stdin and stdout.
+
+Why a filter of our own: sockets, signals, SysV memory, queues and keys are no files, so that neither Landlock nor a
+limit of the process refuses them. The binding of libseccomp on the package index (pyseccomp) is from 2021. This is a
+list of what an interpreter needs, so that it does not age: what a new kernel adds is refused.
 """
 
 import contextlib
 import ctypes
 import marshal
 import os
-import shutil
+import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from app.reward.code.seccomp import seccomp_filter
 from app.utils.process import MARK
 
 RUNNER = Path(__file__).with_name("runner.py").read_text(encoding="utf-8")
@@ -34,11 +36,39 @@ MAX_OUTPUT = 4 << 20  # bytes, of a script and of an answer
 MAX_THREADS = 32
 MAX_DESCRIPTORS = 64
 PROBE_TIMEOUT_S = 10.0
-NAMESPACES, PROCESS = "namespaces", "process"
+LANDLOCK_VERSION = 444, None, ctypes.c_size_t(0), 1  # the system call landlock_create_ruleset
 
+# Name, number on x86_64, on aarch64; - where there is none. As in asm/unistd_64.h and asm-generic/unistd.h.
+ALLOWED = """
+read 0 63, write 1 64, readv 19 65, writev 20 66, pread64 17 67, lseek 8 62, close 3 57, dup 32 23, dup2 33 -,
+dup3 292 24, pipe2 293 59, stat 4 -, lstat 6 -, fstat 5 80, newfstatat 262 79, statx 332 291, access 21 -,
+faccessat 269 48, faccessat2 439 439, readlink 89 -, readlinkat 267 78, getdents64 217 61, getcwd 79 17, mmap 9 222,
+munmap 11 215, mprotect 10 226, mremap 25 216, madvise 28 233, brk 12 214, futex 202 98, set_robust_list 273 99,
+rseq 334 293, sched_yield 24 124, sched_getaffinity 204 123, exit 60 93, exit_group 231 94, restart_syscall 219 128,
+rt_sigaction 13 134, rt_sigprocmask 14 135, rt_sigreturn 15 139, sigaltstack 131 132, setitimer 38 103,
+getitimer 36 102, alarm 37 -, pause 34 -, clock_gettime 228 113, clock_getres 229 114, clock_nanosleep 230 115,
+nanosleep 35 101, gettimeofday 96 169, time 201 -, times 100 153, getrusage 98 165, getrandom 318 278, getpid 39 172,
+getppid 110 173, gettid 186 178, getuid 102 174, geteuid 107 175, getgid 104 176, getegid 108 177, uname 63 160,
+sysinfo 99 179, getrlimit 97 163, setrlimit 160 164, poll 7 -, ppoll 271 73, select 23 -, pselect6 270 72,
+epoll_create1 291 20, epoll_ctl 233 21, epoll_wait 232 -, epoll_pwait 281 22, eventfd2 290 19, sendto 44 206,
+recvfrom 45 207, getsockname 51 204, getsockopt 55 209, shutdown 48 210,
+clone 56 220, openat 257 56, prlimit64 302 261, fcntl 72 25, ioctl 16 29, socketpair 53 199
+"""
+# Values that an argument may have. fcntl and ioctl could name another process as the receiver of a signal; a socket
+# that is no stream could send to an address.
+VALUES = {
+    "prlimit64": {0: [0]},  # this process
+    "fcntl": {1: [0, 1, 2, 3, 4, 1030]},  # F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_DUPFD_CLOEXEC
+    "ioctl": {1: [0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451]},  # a terminal?, its size, FIONREAD, FIONBIO, FIOCLEX
+    "socketpair": {0: [1], 1: [1, 0o4001, 0o2000001, 0o2004001]},  # AF_UNIX, SOCK_STREAM; asyncio has one
+}
+# Bits of an argument, of which one has to be set, or none may be.
+BITS = {"clone": (0, 0x10000, True), "openat": (2, 0o1103, False)}  # a thread; no writing
+ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column, AUDIT_ARCH
+LOAD, EQUALS, HAS_BITS, RETURN = 0x20, 0x15, 0x45, 0x06
+ALLOW, KILL, REFUSE = 0x7FFF0000, 0x80000000, 0x00050000 | 38  # ENOSYS, for which libc has its fallbacks
 
-class SandboxError(Exception):
-    """A sandbox cannot run programs here."""
+Instruction = tuple[int, int, int, int]  # code, instructions to skip if true, if false, operand
 
 
 def frame(text: str) -> bytes:
@@ -51,15 +81,12 @@ class LocalSandbox:
     """Runs programs.
 
     Args:
-        kind: namespaces or process.
         memory: Address space of a program, in bytes.
         stderr: Descriptor of what programs write there.
     """
 
-    def __init__(self, kind: str, memory: int, stderr: int = subprocess.DEVNULL) -> None:
-        self._kind, self._memory, self._stderr = kind, memory, stderr
-        self._command = [*(bubblewrap() if kind == NAMESPACES else ()), PYTHON, "-I", "-S", "-B", "-c", LOAD_RUNNER]
-        self.description = describe(kind)
+    def __init__(self, memory: int, stderr: int = subprocess.DEVNULL) -> None:
+        self._memory, self._stderr = memory, stderr
 
     def run(self, code: str, stdin: str, timeout_s: float) -> str | None:
         """Return the stdout of a script; None unless it ends by itself within this time, with exit status 0."""
@@ -84,7 +111,7 @@ class LocalSandbox:
     def _process(self, stdin: int, stdout: int) -> Iterator[subprocess.Popen[bytes]]:
         environment = {MARK: os.environ[MARK]} if MARK in os.environ else {}  # for the process reaper
         with subprocess.Popen(
-            self._command,
+            [PYTHON, "-I", "-S", "-B", "-c", LOAD_RUNNER],
             stdin=stdin,
             stdout=stdout,
             stderr=self._stderr,
@@ -95,7 +122,7 @@ class LocalSandbox:
             try:
                 yield process
             finally:
-                process.kill()  # of bubblewrap's namespaces the kernel then ends all processes
+                process.kill()
 
     def _job(self, code: str, script: bool, timeout_s: float) -> bytes:
         # root's programs have a user of their own; others share that of the run, whose threads count too
@@ -103,7 +130,7 @@ class LocalSandbox:
             0 if os.getuid() == 0 else int(Path("/proc/loadavg").read_text(encoding="ascii").split("/")[1].split()[0])
         )
         limits = {
-            "parent": 1 if self._kind == NAMESPACES else os.getpid(),
+            "parent": os.getpid(),
             "readable": READABLE,
             "filter": seccomp_filter(),
             "uid": 60_100 + os.getpid() % 400,  # another one for each worker
@@ -135,55 +162,46 @@ class Program:
         return stdout.readline(MAX_OUTPUT)
 
 
-def bubblewrap() -> Sequence[str]:
-    """Return the command that runs another in own namespaces, with the interpreter and /usr as its only files."""
-    command = [
-        shutil.which("bwrap") or "bwrap",
-        "--unshare-pid",
-        "--unshare-net",
-        "--unshare-ipc",
-        "--unshare-uts",
-        "--die-with-parent",
-    ]
-    if os.getuid() != 0:
-        command += ["--unshare-user"]  # root makes the namespaces as itself, and the runner gives it up
-    else:
-        command += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
-    for path in dict.fromkeys((*READABLE[:-1], sys.base_prefix)):
-        command += ["--ro-bind-try", path, path]
-    return [*command, "--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/"]
-
-
 @cache
-def available(kind: str) -> str | None:
-    """Return why a sandbox cannot run a program on this machine; None if it can."""
+def unavailable() -> str | None:
+    """Return why no program can run on this machine; None if one can."""
     with tempfile.TemporaryFile() as errors:
         try:
-            if LocalSandbox(kind, 512 << 20, errors.fileno()).run("print(42)", "", PROBE_TIMEOUT_S) == "42\n":
+            if LocalSandbox(512 << 20, errors.fileno()).run("print(42)", "", PROBE_TIMEOUT_S) == "42\n":
                 return None
-        except (OSError, KeyError) as error:  # no bubblewrap, or another architecture than the filter knows
+        except (OSError, KeyError) as error:  # of another architecture than the filter knows
             return str(error)
         errors.seek(0)
         return errors.read().decode(errors="replace").strip().rpartition("\n")[2] or "a program did not end there"
 
 
-def describe(kind: str) -> str:
-    """Return a sentence about what a sandbox protects."""
-    if kind == NAMESPACES:
-        return "namespaces: bubblewrap and a seccomp filter, without network, files or processes of the machine"
+def reads_files() -> bool:
+    """Whether a program can read what its user can, in a kernel without Landlock."""
     libc: Any = ctypes.CDLL(None)
-    if libc.syscall(444, None, ctypes.c_size_t(0), 1) >= 1:  # the version of Landlock
-        return "process: Landlock and a seccomp filter, without network, files or processes of the machine"
-    return "process: a seccomp filter; without Landlock in the kernel, a program reads files as its user can"
+    return bool(libc.syscall(*LANDLOCK_VERSION) < 1)
 
 
-def sandbox_of(name: str, memory: int) -> LocalSandbox:
-    """Return the sandbox of a setting, for `auto` the first that runs programs here; else raise `SandboxError`."""
-    reasons: list[str] = []
-    for kind in (NAMESPACES, PROCESS) if name == "auto" else (name,):
-        if (reason := available(kind)) is None:
-            sandbox = LocalSandbox(kind, memory)
-            sandbox.description += f" ({reasons[0]})" if reasons else ""
-            return sandbox
-        reasons.append(f"{kind}: {reason}")
-    raise SandboxError("; ".join(reasons))
+def seccomp_filter() -> bytes:
+    """Return the filter of this machine's architecture. Raises `KeyError` for another than x86_64 and aarch64."""
+    column, architecture = ARCHITECTURES[os.uname().machine]
+    program: list[Instruction] = [(LOAD, 0, 0, 4), (EQUALS, 1, 0, architecture), (RETURN, 0, 0, KILL), (LOAD, 0, 0, 0)]
+    for entry in ALLOWED.split(","):
+        name, *numbers = entry.split()
+        if numbers[column] != "-":
+            block = _decision(name)
+            program += [(EQUALS, 0, len(block), int(numbers[column])), *block]
+    return b"".join(struct.pack("=HBBI", *each) for each in [*program, (RETURN, 0, 0, REFUSE)])
+
+
+def _decision(name: str) -> list[Instruction]:
+    """Return what decides about a call by its arguments; each is compared by its lower 32 bits."""
+    block: list[Instruction] = []
+    for argument, values in VALUES.get(name, {}).items():
+        block.append((LOAD, 0, 0, 16 + 8 * argument))
+        block += [(EQUALS, len(values) - index, 0, value) for index, value in enumerate(values)]
+        block.append((RETURN, 0, 0, REFUSE))
+    if name in BITS:
+        argument, bits, required = BITS[name]
+        block += [(LOAD, 0, 0, 16 + 8 * argument), (HAS_BITS, int(required), int(not required), bits)]
+        block.append((RETURN, 0, 0, REFUSE))
+    return [*block, (RETURN, 0, 0, ALLOW)]

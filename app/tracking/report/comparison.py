@@ -32,9 +32,7 @@ MAX_NAMED = 2  # settings beside the seed, by which runs are named; beyond it by
 MAX_COLUMNS = 6  # settings in the tables for people; beyond it they are in the CSV file and below the charts alone
 # Settings that choose the evaluation's rows: those of sets of their own, or else those of the training rows.
 EVALUATION = re.compile(r"data\.(eval_path|eval_sets\..*)")
-ROWS = re.compile(
-    r"data\.(name|path|subset|split|_target_|eval_fraction|generator|(args|train_sets|arithmetic|products|chain)\..*)"
-)
+ROWS = re.compile(r"data\.(name|path|subset|split|_target_|eval_fraction|(args|train_sets|arithmetic|products)\..*)")
 OTHER_ROWS = "The runs were evaluated on different rows: their accuracies and their order say little."
 SEED_TITLE = "mean ± standard deviation over the seeds of finished runs"
 # Of `summary.json`, with a title and a format.

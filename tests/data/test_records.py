@@ -11,7 +11,7 @@ import pytest
 
 from app.config.data import DataConfig, EvalSetConfig
 from app.data import rows
-from app.data.fields import Row
+from app.data.row import Row
 from tests.refusals import refused
 
 RECORDS = [{"question": f'Ünit {number},\n"quoted"', "answer": f"00{number}"} for number in range(3)]
@@ -103,7 +103,7 @@ GOOD = b'{"question": "q", "answer": "a"}'
         ("rows.json", b"[" + GOOD + b", 7]", "row 2 is a int"),
         ("rows.jsonl", b"\xff\xfe\x00binary", "'utf-8' codec"),
         ("rows.jsonl", GOOD + b"\n\n{broken", "line 3"),
-        ("rows.jsonl", GOOD + b"\n[1, 2]", "line 2 is a list"),
+        ("rows.jsonl", GOOD + b"\n[1, 2]", "row 2 is a list"),
         ("rows.jsonl", b"[" * 100_000, "line 1"),
         ("rows.jsonl", GOOD + b'\n{"question": "q", "answer": ' + b"1" * 5000 + b"}", "line 2"),
         ("rows.jsonl", b"", "empty"),
@@ -156,7 +156,7 @@ def test_the_limit_covers_all_sets(tmp_path: Path) -> None:
     config = DataConfig(path=path, eval_sets={"mine": EvalSetConfig(path=path)}, max_broken_rows=8)
     assert rows.load(config).broken == 8
     config.max_broken_rows = 7
-    with refused("data.eval_sets.mine.answer", "answer"):
+    with refused("data.answer", "answer"):
         rows.load(config)
 
 
