@@ -18,7 +18,7 @@ from torch import Tensor
 
 from app.config.algorithm import AlgorithmConfig
 from app.config.teacher import TeacherConfig
-from app.utils.dotted_path import resolve_own
+from app.utils.user_code import resolve
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -116,6 +116,6 @@ def objective_terms(batch: TokenBatch, ratio: Tensor, config: AlgorithmConfig) -
     if config.objective in BUILT_IN:
         return BUILT_IN[config.objective](batch, ratio, config)
 
-    values = resolve_own(config.objective)(batch, ratio)
+    values = resolve(config.objective)(batch, ratio)
     nowhere = torch.zeros_like(ratio, dtype=torch.bool)
     return Terms(values, nowhere, nowhere)

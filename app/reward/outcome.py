@@ -15,7 +15,7 @@ from typing import Any
 
 from app.reward.component import MissingColumn, RewardFunction
 from app.types import Trajectory
-from app.utils.dotted_path import error_text
+from app.utils.user_code import error_text
 
 
 class FailureKind(Enum):

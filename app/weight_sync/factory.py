@@ -9,7 +9,7 @@ from app.config.weight_sync import TransportKind, transport_of
 from app.device import Device
 from app.protocols import RolloutEngine
 from app.trainer.remote import RemoteTrainer
-from app.utils.dotted_path import resolve_own
+from app.utils.user_code import resolve
 from app.weight_sync.synchronizer import BucketedWeightSynchronizer
 from app.weight_sync.transport.base import Transport
 from app.weight_sync.transport.collective import CollectiveTransport
@@ -54,7 +54,7 @@ def make_synchronizer(
 
     kind = transport_of(config.weight_sync, shared_devices=config.shared_devices, device=device.kind)
     target = config.weight_sync._target_
-    make: Callable[..., Transport] = TRANSPORTS[kind] if target is None else resolve_own(target)
+    make: Callable[..., Transport] = TRANSPORTS[kind] if target is None else resolve(target)
     transport = make(backend=device.collective, tensor_parallel=tensor_parallel, **config.weight_sync.args)
 
     verifier = Verifier(config.weight_sync.verify, folder / "verify")

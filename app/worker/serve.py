@@ -13,7 +13,7 @@ import socket
 import sys
 from typing import Any
 
-from app.utils.dotted_path import LoadError
+from app.utils.user_code import LoadError
 from app.worker.process import die_with_parent
 from app.worker.wire import Codec, Ready, Refused
 
