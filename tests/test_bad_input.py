@@ -190,7 +190,6 @@ REFUSED = [  # overrides, and what the sentence names: the setting, and what is 
     (["rollout.top_k=20"], ["rollout.top_k ", "log-probabilities", "eval.top_k"]),
     (["eval.repetition_penalty=1.1"], ["eval.repetition_penalty "]),
     (["rollout.val_kwargs.top_k=20"], ["rollout.val_kwargs.top_k ", "write eval.top_k=20"]),
-    (["eval.stop=['']"], ["eval.stop=[]", "none of them empty"]),
     (["rollout.stop=[a,'']"], ["rollout.stop=[a, ]", "none of them empty"]),
     (["rollout.stop=END"], ["rollout.stop=END", "a list of texts"]),
     (["+rollout.engine_args.not-a-flag=1"], ["rollout.engine_args.not-a-flag=1", "a flag of the installed SGLang"]),

@@ -122,8 +122,6 @@ class AlgorithmConfig:
         at_least=0,
         infinite=True,
     )
-    sapo_tau_positive: float = setting(1.0, "Steepness of SAPO's gate where the advantage is positive.", above=0)
-    sapo_tau_negative: float = setting(1.05, "Steepness of SAPO's gate where the advantage is negative.", above=0)
     dual_clip: float | None = setting(
         None,
         "Bound the loss of a negative advantage A by dual_clip · |A| (dual clip, arXiv 1912.09729); null disables it.",

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from app.config.setting import TEXTS, setting
+from app.config.setting import setting
 from app.errors import expect
 
 
@@ -18,15 +18,8 @@ class EvalConfig:
     top_k: int | None = setting(
         None, "Evaluations sample from this many of the likeliest tokens; null is all.", at_least=1
     )
-    min_p: float = setting(
-        0.0, "Evaluations sample no token less likely than this share of the likeliest one.", at_least=0, at_most=1
-    )
-    stop: list[str] | None = setting(
-        None, "Texts that end a completion of an evaluation; null is rollout.stop.", noun=TEXTS
-    )
 
     def validate(self) -> None:
-        """Raise `ConfigError` for an empty stop string, and for several samples that would all be the same."""
-        expect("" not in (self.stop or ()), "eval.stop", self.stop, f"{TEXTS}, none of them empty")
+        """Raise `ConfigError` for several samples that would all be the same."""
         accepted = "1 with eval.temperature=0, since greedy samples are all the same"
         expect(self.samples == 1 or self.temperature > 0, "eval.samples", self.samples, accepted)

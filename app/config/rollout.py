@@ -21,7 +21,7 @@ class RolloutConfig:
     )
     stop: list[str] = setting(
         [],
-        "Texts that end a completion; their tokens stay in it, and are trained on as any that were sampled.",
+        "Texts that end a completion, of evaluations too; their tokens stay in it and are trained on.",
         noun=TEXTS,
     )
     max_prompt_tokens: int = setting(64, "Longer prompts are dropped from the data, and counted.", at_least=1)

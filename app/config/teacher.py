@@ -12,6 +12,7 @@ from app.errors import expect, named
 
 ADDRESSES = "a list of addresses such as http://host:30000"
 ANY_SOURCE = "*"  # of the teacher that scores every prompt
+MAX_REQUESTS = 64  # sequences being scored at a time, over all servers
 MAX_RETRY_DELAY_S = 16.0  # before a request is sent again
 
 
@@ -48,7 +49,6 @@ class TeacherConfig:
         above=0,
     )
     clip: float = setting(10.0, "Bound of log policy - log teacher of a token, in nats.", above=0, infinite=True)
-    max_requests: int = setting(64, "Sequences being scored at a time, over all servers.", at_least=1)
     timeout_s: float = setting(120.0, "Deadline of a request.", above=0, noun=SECONDS)
     retries: int = setting(
         5, "Times that a failed request is sent again, to the next server; then the run ends.", at_least=0

@@ -52,10 +52,10 @@ class TrainerConfig:
     lr_min_fraction: float = setting(
         0.0, "Fraction of trainer.lr at which a decay ends.", at_least=0, at_most=1, noun="a fraction"
     )
-    optimizer: Optimizer = setting(Optimizer.adamw, "Update rule; sgd keeps no optimizer state.")
+    optimizer: Optimizer = setting(
+        Optimizer.adamw, "AdamW with betas 0.9 and 0.98, or SGD, which keeps no optimizer state."
+    )
     weight_decay: float = setting(0.1, "Decoupled weight decay.", at_least=0)
-    beta1: float = setting(0.9, "AdamW's decay rate of the first moment.", at_least=0, below=1)
-    beta2: float = setting(0.98, "AdamW's decay rate of the second moment.", at_least=0, below=1)
     max_grad_norm: float = setting(1.0, "The gradient norm is clipped to this.", above=0, infinite=True)
     tokens_per_microbatch: int = setting(
         8192,
@@ -69,9 +69,6 @@ class TrainerConfig:
     compile: Compile = setting(
         Compile.auto,
         "torch.compile of norms, MLPs and the loss of the LM head; auto compiles where a device gains by it.",
-    )
-    max_skipped_updates: int = setting(
-        3, "Updates in a row that may be skipped for non-finite gradients; then the run stops.", at_least=1
     )
     timeout_s: float = setting(1800.0, "Deadline of one call to the trainer ranks.", above=0, noun=SECONDS)
     profile_steps: list[int] = setting(

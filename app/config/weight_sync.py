@@ -70,12 +70,6 @@ class WeightSyncConfig:
         "full sends all weights; delta sends only the weights that changed since the last sync where that is smaller, "
         "with a bit-identical result.",
     )
-    full_every: int = setting(
-        0,
-        "With mode=delta, every how many syncs all weights are sent; 0 does so only in the first sync and after "
-        "failures or engine restarts.",
-        at_least=0,
-    )
     snapshot: SnapshotPlace = setting(
         SnapshotPlace.device, "With mode=delta, where the last synced weights are kept; host is pinned memory."
     )

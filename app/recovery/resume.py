@@ -52,7 +52,6 @@ RESUMABLE = (
     "recovery",
     "stop",
     "teacher.devices",
-    "teacher.max_requests",
     "teacher.retries",
     "teacher.timeout_s",
     TEACHER,

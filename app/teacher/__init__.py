@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from app.config.teacher import ANY_SOURCE, MAX_RETRY_DELAY_S, TeacherConfig
+from app.config.teacher import ANY_SOURCE, MAX_REQUESTS, MAX_RETRY_DELAY_S, TeacherConfig
 from app.errors import ConfigError, EngineError, RunError, one_line
 from app.rollout.engine.client import Client, KeyRefused, NoAnswer
 from app.rollout.engine.pool import EnginePool
@@ -66,7 +66,7 @@ class Teacher:
         self._engine = EngineClient(pool) if pool is not None else None
         self._clients: dict[str, list[Client]] = {}  # by the source that they score
         self._turns = itertools.count()
-        self._free = asyncio.Semaphore(config.max_requests)
+        self._free = asyncio.Semaphore(MAX_REQUESTS)
 
     async def __aenter__(self) -> "Teacher":
         key = os.environ.get(KEY)

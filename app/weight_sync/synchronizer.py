@@ -67,7 +67,6 @@ class BucketedWeightSynchronizer:
         self._buckets: Sequence[Bucket] = ()
         self._members_changed = False  # since the transport connected
         self._synced_version: int | None = None  # that every engine is known to hold
-        self._deltas = 0  # since the last full sync
 
     async def prepare(self) -> None:
         """Attach the senders and plan the buckets. The next sync is full."""
@@ -125,7 +124,6 @@ class BucketedWeightSynchronizer:
         if self.config.rebuild_group:
             await self.transport.abort(self.trainer)
         self._synced_version = version
-        self._deltas = 0 if base is None else self._deltas + 1
         return self._report(version, sent, sync_seconds(timer, started), reused)
 
     async def abort(self) -> None:
@@ -223,11 +221,7 @@ class BucketedWeightSynchronizer:
 
     def _delta_base(self) -> int | None:
         """Return the version that the next sync is a delta onto; None: it has to be full."""
-        full_every = self.config.full_every
-        full_due = full_every > 0 and self._deltas + 1 >= full_every
-        if self.config.mode is SyncMode.full or full_due:
-            return None
-        return self._synced_version
+        return None if self.config.mode is SyncMode.full else self._synced_version
 
     def _on_engines(
         self, call: Callable[[RolloutEngine], Coroutine[Any, Any, Any]]

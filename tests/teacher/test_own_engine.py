@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from app.cluster.placement_group import bundles
-from app.config.teacher import TeacherConfig
+from app.config.teacher import MAX_REQUESTS, TeacherConfig
 from app.device import Device, device_of
 from app.errors import EngineLost, RunError
 from app.mode.plan.memory import plan_memory
@@ -199,15 +199,8 @@ def test_a_teacher_has_no_decode_graphs_no_memory_saver_and_its_own_flags(kind: 
     )
     flags = teacher_flags(config, device_of(config.device.kind))
     assert (flags["tp-size"], flags["disable-cuda-graph"], flags["quantization"]) == (2, True, "fp8")
-    assert flags["max-running-requests"] == config.teacher.max_requests
+    assert flags["max-running-requests"] == MAX_REQUESTS
     assert not {name for name in flags if "lora" in name or "memory-saver" in name or "decode" in name}
-
-
-def test_a_teacher_of_one_request_at_a_time_caches_more_than_the_longest_one() -> None:
-    config = composed(*OPD, "teacher.max_requests=1")
-    flags = teacher_flags(config, device_of(config.device.kind))
-    assert flags["max-running-requests"] == 1
-    assert flags["max-total-tokens"] == 64 * config.rollout.max_tokens
 
 
 @pytest.mark.slow

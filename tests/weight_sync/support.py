@@ -109,7 +109,6 @@ async def make_synchronizer(
     timeout_s: float = 60.0,
     tensor_parallel: int = 1,
     mode: SyncMode = SyncMode.full,
-    full_every: int = 0,
     backend: str = "gloo",
     rebuild_group: bool = False,
 ) -> BucketedWeightSynchronizer:
@@ -124,7 +123,6 @@ async def make_synchronizer(
         verify=verify,
         timeout_s=timeout_s,
         mode=mode,
-        full_every=full_every,
         rebuild_group=rebuild_group,
     )
     synchronizer = BucketedWeightSynchronizer(

@@ -8,7 +8,7 @@ Invariants:
 from collections.abc import Collection
 
 from app.config import RunConfig
-from app.config.idle_settings import idle_clip, idle_settings
+from app.config.idle_settings import idle_settings
 from app.config.placement import PlacementKind
 from app.data import rows
 from app.data.counts import describe_rows
@@ -96,7 +96,7 @@ def _batch(config: RunConfig, given: Collection[str]) -> list[str]:
         f"  reward: {config.reward.formula}",
         f"  {trajectories / config.placement.trainer_ranks:g} trajectories per trainer rank, in microbatches of up to "
         f"{config.trainer.tokens_per_microbatch:,} tokens",
-        *(f"  {sentence}" for sentence in (*idle_clip(config), *idle_settings(config, given))),
+        *(f"  {sentence}" for sentence in idle_settings(config, given)),
         f"  {_deadline(config)}",
         f"  {config.steps} steps = {config.steps * trajectories:,} trajectories, one weight sync each",
     ]
