@@ -5,14 +5,15 @@ ratio = π / π_old; the policy gradient is multiplied by a weight made of w = �
 | old_policy | π_old                              | correction    | weight                                        |
 |------------|------------------------------------|---------------|-----------------------------------------------|
 | trainer    | the trainer's at the step's start  | none          | 1                                             |
-| trainer    |                                    | tis           | min(w, tis_max): decoupled PPO                |
-| trainer    |                                    | icepop        | w inside icepop_low … icepop_high, else 0     |
-| trainer    |                                    | kpop          | w where both binary KLs are small, else 0     |
+| trainer    |                                    | tis           | min(w, high): decoupled PPO                   |
+| trainer    |                                    | icepop        | w inside low … high, else 0                   |
+| trainer    |                                    | kpop          | w where no binary KL is above high, else 0    |
 | trainer    |                                    | sequence_mask | 1 where the sequence's w is in bounds, else 0 |
 | rollout    | the engine's                       | none          | 1: π_old is π_rollout                         |
 
-A sequence's w is the geometric mean of its tokens' w. The weight multiplies the policy term, neither the KL term nor
-the entropy bonus. With one update per step π_old is the current policy, detached, and needs no extra forward pass.
+low and high are `correction_low` and `correction_high`. A sequence's w is the geometric mean of its tokens' w. The
+weight multiplies the policy term, neither the KL term nor the entropy bonus. With one update per step π_old is the
+current policy, detached, and needs no extra forward pass.
 """
 
 from dataclasses import dataclass
@@ -70,6 +71,14 @@ class Correction(Enum):
     icepop = "icepop"
     kpop = "kpop"
     sequence_mask = "sequence_mask"
+
+
+CORRECTION_BOUNDS = {
+    Correction.tis: (0.0, 2.0),
+    Correction.icepop: (0.5, 5.0),
+    Correction.kpop: (0.0, 0.1),
+    Correction.sequence_mask: (0.99, 1.001),
+}
 
 
 @dataclass
@@ -155,25 +164,13 @@ class AlgorithmConfig:
         "Importance weight for the mismatch of trainer and rollout policy; auto is tis where staleness can be above 0 "
         "and the old policy is the trainer's, else none.",
     )
-    tis_max: float = setting(
-        2.0, "Upper bound of the truncated importance weight (correction=tis).", above=0, infinite=True
+    correction_low: float | None = setting(
+        None, "Lower bound of the importance weight; null is 0.5 for icepop, 0.99 for sequence_mask.", above=0
     )
-    icepop_low: float = setting(0.5, "Token weights below this are set to 0 (correction=icepop).", above=0)
-    icepop_high: float = setting(
-        5.0, "Token weights above this are set to 0 (correction=icepop).", above=0, infinite=True
-    )
-    kpop_threshold: float = setting(
-        0.1,
-        "Weights of tokens whose binary KL, in either direction, is above this are set to 0 (correction=kpop).",
-        above=0,
-        infinite=True,
-    )
-    sequence_mask_low: float = setting(
-        0.99, "Sequences whose mean weight is below this are masked (correction=sequence_mask).", above=0
-    )
-    sequence_mask_high: float = setting(
-        1.001,
-        "Sequences whose mean weight is above this are masked (correction=sequence_mask).",
+    correction_high: float | None = setting(
+        None,
+        "Upper bound of the importance weight, for kpop of the binary KL; null is 2 for tis, 5 for icepop, 0.1 for "
+        "kpop, 1.001 for sequence_mask.",
         above=0,
         infinite=True,
     )
@@ -217,6 +214,14 @@ class AlgorithmConfig:
         """Trajectories of one step."""
         return self.prompts_per_step * self.group_size
 
+    def correction_bounds(self, correction: Correction) -> tuple[float, float]:
+        """Return the bounds of a correction; those that are not set are the published ones."""
+        low, high = CORRECTION_BOUNDS.get(correction, CORRECTION_BOUNDS[Correction.tis])
+        return (
+            low if self.correction_low is None else self.correction_low,
+            high if self.correction_high is None else self.correction_high,
+        )
+
     @property
     def needs_old_logprobs(self) -> bool:
         """Whether a step begins with an extra forward pass; with one update π_old is the current policy, detached."""
@@ -255,12 +260,9 @@ class AlgorithmConfig:
         accepted = "0, or an estimator with algorithm.kl=k2 or k3"
         expect(estimated, "algorithm.kl_coefficient", self.kl_coefficient, accepted)
 
-        low, high = self.icepop_low, self.icepop_high
-        expect(low < high, "algorithm.icepop_low", low, f"a number between 0 and algorithm.icepop_high={high}")
-
-        low, high = self.sequence_mask_low, self.sequence_mask_high
-        accepted = f"a number between 0 and algorithm.sequence_mask_high={high}"
-        expect(low < high, "algorithm.sequence_mask_low", low, accepted)
+        low, high = self.correction_bounds(self.correction)
+        accepted = f"a number below algorithm.correction_high={high:g}"
+        expect(low < high, "algorithm.correction_low", low, accepted)
 
         expect(
             self.old_policy is OldPolicy.trainer or self.correction in (Correction.auto, Correction.none),

@@ -15,54 +15,38 @@ from app.config.run import RunConfig
 
 FULL_LR = 1e-6  # of full fine-tuning, as in our presets
 TINY_FULL_LR = 2e-4
-PAIR = "placement.trainer_devices placement.rollout_devices"
-RATIO = "algorithm.clip_low algorithm.clip_high algorithm.dual_clip algorithm.ratio"
-CUTS = "eval.top_p eval.top_k"
+SEPARATE = "placement.trainer_devices placement.rollout_devices"
+CLIPS = ("ppo", "cispo", "dppo")  # objectives
+CLIP = "algorithm.clip_low algorithm.clip_high"
+RATIO = f"{CLIP} algorithm.dual_clip algorithm.ratio"
+BANDS = (Correction.icepop, Correction.sequence_mask)
 ENGINES = "rollout.engine_args device.engine_args rollout.memory_fraction rollout.port"
-CORRECTIONS = {
-    Correction.tis: "algorithm.tis_max",
-    Correction.icepop: "algorithm.icepop_low algorithm.icepop_high",
-    Correction.kpop: "algorithm.kpop_threshold",
-    Correction.sequence_mask: "algorithm.sequence_mask_low algorithm.sequence_mask_high",
-}
 
 
-def _idle(run: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yield settings, or sections and mappings with all of theirs, that have no effect in this run, and why."""
+def _rules(run: RunConfig) -> list[tuple[bool, str, str]]:
+    """Return whether settings, or sections and mappings with all of theirs, have no effect in this run, and why."""
     algorithm = run.algorithm
-    if algorithm.ratio_is_one:
-        yield RATIO, "with algorithm.updates_per_step=1 the ratio is 1"
-    elif algorithm.objective not in ("ppo", "cispo", "dppo"):
-        yield "algorithm.clip_low algorithm.clip_high", f"algorithm.objective={algorithm.objective} has no clip"
-    for correction, keys in CORRECTIONS.items():
-        if run.correction is not correction:
-            yield keys, f"the correction is {run.correction.name}"
-    if algorithm.overlong_buffer_fraction == 0:
-        yield "algorithm.overlong_penalty", "algorithm.overlong_buffer_fraction is 0"
-    if run.data.demonstrations is None:
-        yield "algorithm.demonstrations_per_step", "data.demonstrations is null"
-    if not run.teacher.given:
-        yield "teacher", "there is no teacher: give teacher.path, teacher.urls or teacher.prompt"
-    if all(step > run.steps for step in run.trainer.profile_steps):
-        yield "trainer.profile_steps", "the run has fewer steps"
-    if run.checkpoint.keep == 0:
-        yield "checkpoint.every checkpoint.keep_best", "checkpoint.keep is 0"
-    if run.eval.temperature == 0:
-        yield CUTS, "eval.temperature is 0, which is greedy"
-    if run.eval.every >= run.steps:
-        yield "stop", "the run is evaluated after its last step only"
-    if run.data.template is Template.plain:
-        yield "data.thinking", "data.template is plain"
-    if not run.environment.multi_turn:
-        yield "environment", "environment=single_turn has no episodes"
-    if not run.model.lora.enabled:
-        yield "model.lora.alpha model.lora.targets", "model.lora.rank is 0"
-    if run.placement.kind is PlacementKind.colocate:
-        yield PAIR, "placement=colocate has placement.devices"
-    else:
-        yield "placement.devices", f"placement=fully_async has {PAIR.replace(' ', ' and ')}"
-    if run.rollout.urls:
-        yield ENGINES, "rollout.urls names servers that are running"
+    correction = f"the correction is {run.correction.name}"
+    colocate = run.placement.kind is PlacementKind.colocate
+    no_teacher = "there is no teacher: give teacher.path, teacher.urls or teacher.prompt"
+    return [
+        (algorithm.ratio_is_one, RATIO, "with algorithm.updates_per_step=1 the ratio is 1"),
+        (algorithm.objective not in CLIPS, CLIP, f"algorithm.objective={algorithm.objective} has no clip"),
+        (run.correction is Correction.none, "algorithm.correction_high", correction),
+        (run.correction not in BANDS, "algorithm.correction_low", correction),
+        (not algorithm.overlong_buffer_fraction, "algorithm.overlong_penalty", "overlong_buffer_fraction is 0"),
+        (run.data.demonstrations is None, "algorithm.demonstrations_per_step", "data.demonstrations is null"),
+        (not run.teacher.given, "teacher", no_teacher),
+        (run.checkpoint.keep == 0, "checkpoint.every checkpoint.keep_best", "checkpoint.keep is 0"),
+        (run.eval.temperature == 0, "eval.top_p eval.top_k", "eval.temperature is 0, which is greedy"),
+        (run.eval.every >= run.steps, "stop", "the run is evaluated after its last step only"),
+        (run.data.template is Template.plain, "data.thinking", "data.template is plain"),
+        (not run.environment.multi_turn, "environment", "environment=single_turn has no episodes"),
+        (not run.model.lora.enabled, "model.lora.alpha model.lora.targets", "model.lora.rank is 0"),
+        (colocate, SEPARATE, "placement=colocate has placement.devices"),
+        (not colocate, "placement.devices", f"placement=fully_async has {SEPARATE.replace(' ', ' and ')}"),
+        (bool(run.rollout.urls), ENGINES, "rollout.urls names servers that are running"),
+    ]
 
 
 def idle_settings(run: RunConfig, given: Collection[str]) -> list[str]:
@@ -76,10 +60,11 @@ def idle_settings(run: RunConfig, given: Collection[str]) -> list[str]:
     changed = {each.name for each in fields(algorithm) if getattr(algorithm, each.name) != getattr(default, each.name)}
     chosen = {key for key in given if "." in key} | {f"algorithm.{name}" for name in changed}
     sentences = []
-    for keys, why in _idle(run):
+    for idle, keys, why in _rules(run):
         named = tuple(f"{each}." for each in keys.split())
-        if idle := sorted(key for key in chosen if f"{key}.".startswith(named)):
-            sentences.append(f"{', '.join(idle)}: no effect, since {why}")
+        unused = sorted(key for key in chosen if f"{key}.".startswith(named))
+        if idle and unused:
+            sentences.append(f"{', '.join(unused)}: no effect, since {why}")
     return [*sentences, *_learns_something_else(run, given)]
 
 

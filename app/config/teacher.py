@@ -13,6 +13,7 @@ from app.errors import expect, named
 ADDRESSES = "a list of addresses such as http://host:30000"
 ANY_SOURCE = "*"  # of the teacher that scores every prompt
 MAX_REQUESTS = 64  # sequences being scored at a time, over all servers
+RETRIES = 5  # of a request, at the next server; then the run ends
 MAX_RETRY_DELAY_S = 16.0  # before a request is sent again
 
 
@@ -50,14 +51,11 @@ class TeacherConfig:
     )
     clip: float = setting(10.0, "Bound of log policy - log teacher of a token, in nats.", above=0, infinite=True)
     timeout_s: float = setting(120.0, "Deadline of a request.", above=0, noun=SECONDS)
-    retries: int = setting(
-        5, "Times that a failed request is sent again, to the next server; then the run ends.", at_least=0
-    )
 
     @property
     def limit_s(self) -> float:
         """The most seconds that scoring a sequence may take, with every retry; 0 without a teacher."""
-        return (self.retries + 1) * (self.timeout_s + MAX_RETRY_DELAY_S) if self.given else 0.0
+        return (RETRIES + 1) * (self.timeout_s + MAX_RETRY_DELAY_S) if self.given else 0.0
 
     @property
     def given(self) -> bool:

@@ -87,11 +87,6 @@ class WeightSyncConfig:
         "they are under the same version; stop ends the run where rounding does not explain the difference, never does "
         "not compare.",
     )
-    rebuild_group: bool = setting(
-        False,
-        "Connect trainer and engines anew for every sync, which takes seconds and leaves no memory, streams and ports "
-        "to the process group in between.",
-    )
     timeout_s: float = setting(300.0, "Deadline of each wait within a sync.", above=0, noun=SECONDS)
 
     def validate_for_adapters(self) -> None:

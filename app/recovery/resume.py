@@ -52,7 +52,6 @@ RESUMABLE = (
     "recovery",
     "stop",
     "teacher.devices",
-    "teacher.retries",
     "teacher.timeout_s",
     TEACHER,
     "rollout.memory_fraction",

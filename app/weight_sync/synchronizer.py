@@ -121,8 +121,6 @@ class BucketedWeightSynchronizer:
             await self.transport.abort(self.trainer)
             raise
 
-        if self.config.rebuild_group:
-            await self.transport.abort(self.trainer)
         self._synced_version = version
         return self._report(version, sent, sync_seconds(timer, started), reused)
 

@@ -19,12 +19,8 @@ CORRECTIONS = [Correction.none, Correction.tis, Correction.icepop, Correction.kp
 NARROW = AlgorithmConfig(
     clip_low=0.2,
     clip_high=0.28,
-    tis_max=1.3,
-    icepop_low=0.6,
-    icepop_high=1.6,
-    kpop_threshold=0.02,
-    sequence_mask_low=0.8,
-    sequence_mask_high=1.3,
+    correction_low=0.7,
+    correction_high=1.3,
 )
 GRPO = AlgorithmConfig()
 DAPO = AlgorithmConfig(clip_high=0.28, aggregation=Aggregation.token_mean)
@@ -32,6 +28,8 @@ DAPO = AlgorithmConfig(clip_high=0.28, aggregation=Aggregation.token_mean)
 
 def assert_matches_reference(case: reference_loss.Case, config: AlgorithmConfig, correction: Correction) -> None:
     """Loss, gradient and every metric equal the reference."""
+    if correction is Correction.kpop:
+        config = replace(config, correction_high=0.02)  # of a KL, in place of a weight
     result = update([case], config, correction)
     assert result.loss == pytest.approx(reference_loss.loss(case, config, correction, LIMIT), rel=1e-12, abs=1e-13)
     slopes = reference_loss.gradient(case, config, correction, LIMIT)
@@ -187,7 +185,7 @@ def test_masked_sequences_contribute_no_gradient_and_still_count() -> None:
 
 
 def test_a_masking_correction_does_not_shrink_its_own_denominator() -> None:
-    config = replace(DAPO, icepop_low=0.9, icepop_high=1.1)
+    config = replace(DAPO, correction_low=0.9, correction_high=1.1)
     case = random_case(12, lengths=(4,), masked=0)
     case = [replace(case[0], trainer_old=case[0].logprobs, rollout=[*case[0].logprobs[:3], case[0].logprobs[3] - 3])]
     weights = reference_loss.corrections(case[0], config, Correction.icepop)

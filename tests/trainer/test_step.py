@@ -33,7 +33,7 @@ ALGORITHMS = {
     "dapo against the rollout policy": (DAPO, Correction.none),
     "dapo masked": (replace(DAPO, mask_truncated=True), Correction.none),
     "dr_grpo": (replace(GRPO, aggregation=Aggregation.seq_mean_token_sum_norm), Correction.none),
-    "sums with tis": (replace(GRPO, aggregation=Aggregation.seq_mean_token_sum, tis_max=1.1), Correction.tis),
+    "sums with tis": (replace(GRPO, aggregation=Aggregation.seq_mean_token_sum, correction_high=1.1), Correction.tis),
     "gspo": (replace(GRPO, ratio=RatioLevel.sequence, old_policy=OldPolicy.rollout, clip_low=0.02), Correction.none),
     "kl and entropy": (replace(GRPO, kl=Kl.k3, kl_coefficient=0.1, entropy_coefficient=0.01), Correction.none),
 }

@@ -110,7 +110,6 @@ async def make_synchronizer(
     tensor_parallel: int = 1,
     mode: SyncMode = SyncMode.full,
     backend: str = "gloo",
-    rebuild_group: bool = False,
 ) -> BucketedWeightSynchronizer:
     """Create and prepare a synchronizer."""
     implementation: Transport
@@ -123,7 +122,6 @@ async def make_synchronizer(
         verify=verify,
         timeout_s=timeout_s,
         mode=mode,
-        rebuild_group=rebuild_group,
     )
     synchronizer = BucketedWeightSynchronizer(
         trainer,
