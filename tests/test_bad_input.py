@@ -150,7 +150,6 @@ REFUSED = [  # overrides, and what the sentence names: the setting, and what is 
     (["algorithm=opd", "teacher.path=nobody/nothing"], ["teacher.path=nobody/nothing", "directory"]),
     (["algorithm=opd", "teacher.path=tiny", "rollout.temperature=0.7"], ["rollout.temperature=0.7", "temperature 1"]),
     (["teacher.path=tiny", "teacher.devices=0"], ["teacher.devices=0", "at least 1"]),
-    (["teacher.path=tiny", "+teacher.engine_args.no-such=1"], ["teacher.engine_args.no-such=1", "a flag of"]),
     (
         ["teacher.path=tiny", "+teacher.engine_args.speculative-algorithm=EAGLE"],
         ["teacher.engine_args.speculative-algorithm=EAGLE", "null"],
@@ -192,7 +191,6 @@ REFUSED = [  # overrides, and what the sentence names: the setting, and what is 
     (["rollout.val_kwargs.top_k=20"], ["rollout.val_kwargs.top_k ", "write eval.top_k=20"]),
     (["rollout.stop=[a,'']"], ["rollout.stop=[a, ]", "none of them empty"]),
     (["rollout.stop=END"], ["rollout.stop=END", "a list of texts"]),
-    (["+rollout.engine_args.not-a-flag=1"], ["rollout.engine_args.not-a-flag=1", "a flag of the installed SGLang"]),
     (["mode=plan", "+rollout.engine_args.speculative-algorithm=NGRAM"], ["engine_args.speculative-algorithm=NGRAM"]),
     (["mode=doctor", "+device.engine_args.rl-on-policy-target=fsdp"], ["device.engine_args.rl-on-policy-target=fsdp"]),
     (["trainer.activation_checkpointing=true"], ["trainer.activation_checkpointing=true", "none, some, all"]),

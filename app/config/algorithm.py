@@ -129,13 +129,11 @@ class AlgorithmConfig:
         "Upper clip: the ratio is clamped to at most 1 + clip_high, in DAPO 0.28; with dppo, how far a probability may "
         "rise.",
         at_least=0,
-        infinite=True,
     )
     dual_clip: float | None = setting(
         None,
         "Bound the loss of a negative advantage A by dual_clip · |A| (dual clip, arXiv 1912.09729); null disables it.",
         above=1,
-        infinite=True,
     )
     aggregation: Aggregation = setting(
         Aggregation.seq_mean_token_mean,
@@ -172,7 +170,6 @@ class AlgorithmConfig:
         "Upper bound of the importance weight, for kpop of the binary KL; null is 2 for tis, 5 for icepop, 0.1 for "
         "kpop, 1.001 for sequence_mask.",
         above=0,
-        infinite=True,
     )
     overlong_buffer_fraction: float = setting(
         0.0,

@@ -57,8 +57,8 @@ class RolloutConfig:
     )
     engine_args: dict[str, Any] = setting(
         {},
-        "SGLang server flags without the dashes, over those of device.engine_args; unknown ones are refused, and those "
-        "with which training would be wrong or that a setting decides.",
+        "SGLang server flags without the dashes, over those of device.engine_args; those with which training would be "
+        "wrong or that a setting decides are refused.",
         noun="entries as in +rollout.engine_args.chunked-prefill-size=8192",
     )
 

@@ -49,7 +49,7 @@ class TeacherConfig:
         "Weight of the reverse KL: a token's advantage is reduced by this times log policy - log teacher.",
         above=0,
     )
-    clip: float = setting(10.0, "Bound of log policy - log teacher of a token, in nats.", above=0, infinite=True)
+    clip: float = setting(10.0, "Bound of log policy - log teacher of a token, in nats.", above=0)
     timeout_s: float = setting(120.0, "Deadline of a request.", above=0, noun=SECONDS)
 
     @property

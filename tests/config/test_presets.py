@@ -19,7 +19,6 @@ from app.config import compose as configuration
 from app.config.algorithm import Aggregation, AlgorithmConfig, Correction, Kl, OldPolicy, RatioLevel
 from app.config.data import Generator
 from app.config.device import DeviceKind
-from app.config.idle_settings import idle_settings
 from app.config.model import TINY_PRESETS
 from app.config.placement import PlacementKind
 from app.config.resolvers import run_name
@@ -30,6 +29,7 @@ from app.mode.plan.memory import MemoryPlan, plan_memory
 from app.mode.plan.text import memory
 from app.model.architecture import architecture_of
 from app.rollout.engine.server_args import engine_flags
+from app.start.idle_settings import idle_settings
 from app.utils.units import GIB
 from tests.compose import composed
 

@@ -8,7 +8,6 @@ Invariants:
 from collections.abc import Collection
 
 from app.config import RunConfig
-from app.config.idle_settings import idle_settings
 from app.config.placement import PlacementKind
 from app.data import rows
 from app.data.counts import describe_rows
@@ -19,6 +18,7 @@ from app.mode.plan.duration import step_tokens
 from app.mode.plan.remedies import remedies_of
 from app.model.architecture import architecture_of, unknown_shapes
 from app.rollout.engine.server_args import engine_flags
+from app.start.idle_settings import idle_settings
 from app.tracking.number_format import plural
 
 

@@ -158,7 +158,7 @@ def test_the_model_without_its_adapter_is_not_evaluated_in_silence(base: Path, a
 
 
 def test_the_reference_of_the_kl_is_named(base: Path, adapter: Path) -> None:
-    from app.config.idle_settings import idle_settings
+    from app.start.idle_settings import idle_settings
 
     assert idle_settings(continued(base, adapter), []) == []
     (sentence,) = idle_settings(continued(base, adapter, "algorithm.kl=k3"), [])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from app.config.idle_settings import idle_settings
+from app.start.idle_settings import idle_settings
 from tests.compose import composed
 
 ASYNC = "placement=fully_async"
