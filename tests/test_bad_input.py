@@ -60,7 +60,7 @@ REFUSED = [  # overrides, and what the sentence names: the setting, and what is 
         ["+reward.components.style=0.2"],
         ["reward.components.style=0.2", "weights of exact", "+reward.components.style._t"],
     ),
-    (["+reward.components.style=my.style"], ["give +reward.components.style._target_=my.style."]),
+    (["+reward.components.style=my.style"], ["+reward.components.style._target_="]),
     (
         ["+reward.components.style._target_=my.f", "+reward.components.style.limit=9"],
         ["reward.components.style.limit=9", "weight, _target_ or args", "+reward.components.style.args.limit=9"],

@@ -122,8 +122,7 @@ class RewardConfig:
     def validate(self) -> None:
         """Raise `ConfigError` for unknown components, a malformed path, or arguments without a callable."""
         target = self._target_
-        accepted = "at least one component with its weight"
-        expect(target is not None or bool(self.components), "reward.components", "{}", accepted)
+        expect(target is not None or bool(self.components), "reward.components", "{}", "at least one component")
         for name, entry in self.components.items():
             _check_entry(f"reward.components.{name}", name, entry)
 
@@ -132,19 +131,13 @@ class RewardConfig:
             _check_code(self.args)
         else:
             expect(target is not None or not self.args, "reward.args", self.args, "{} without reward._target_")
-        self._check_replaced()
 
-    def _check_replaced(self) -> None:
-        """Refuse components beside `_target_`, which would be ignored. One of a preset is meant to be replaced."""
-        if self._target_ is None:
-            return
-        only_preset = len(self.components) <= 1 and not any(isinstance(each, dict) for each in self.components.values())
-        name = self._target_.rpartition(".")[2]
-        accepted = (
-            f"+reward.components.{name}._target_={self._target_} to add it to {', '.join(self.components)}; "
-            "reward._target_ alone replaces a preset's component"
-        )
-        expect(only_preset, "reward._target_", self._target_, accepted)
+        # one component of a preset is meant to be replaced
+        if target is not None and (
+            len(self.components) > 1 or any(isinstance(each, dict) for each in self.components.values())
+        ):
+            name = target.rpartition(".")[2]
+            expect(False, "reward._target_", target, f"+reward.components.{name}._target_={target} to add it")
 
 
 def _term(entry: Any) -> RewardTerm:
@@ -155,27 +148,20 @@ def _term(entry: Any) -> RewardTerm:
 
 def _check_entry(key: str, name: str, entry: Any) -> None:
     """Raise `ConfigError` unless `entry` is a weight or a mapping of weight, _target_ and args."""
-    if isinstance(entry, str) and "." in entry:
-        expect(False, key, entry, f"+{key}._target_={entry}")
     if not isinstance(entry, dict):
         entry = {"weight": entry}
-
     for word, value in entry.items():
-        expect(
-            word in ENTRY_KEYS, f"{key}.{word}", value, f"weight, _target_ or args, as in +{key}.args.{word}={value}"
-        )
+        example = f"weight, _target_ or args, as in +{key}.args.{word}={value}"
+        expect(word in ENTRY_KEYS, f"{key}.{word}", value, example)
 
-    weight = entry.get("weight", 1.0)
-    number = isinstance(weight, int | float) and not isinstance(weight, bool) and math.isfinite(weight)
-    target = entry.get("_target_")
+    weight, target, args = entry.get("weight", 1.0), entry.get("_target_"), entry.get("args") or {}
     if target is None:
         accepted = f"weights of {', '.join(BUILT_IN)}, or your own as +{key}._target_=my_module.{name}"
         expect(name in BUILT_IN, key, weight, accepted)
+    number = isinstance(weight, int | float) and not isinstance(weight, bool) and math.isfinite(weight)
     expect(number, key, weight, "a finite weight")
     expect(target is None or name not in BUILT_IN, f"{key}._target_", target, f"another name: {name} is built in")
     _check_target(f"{key}._target_", target)
-
-    args = entry.get("args") or {}
     expect(isinstance(args, dict), f"{key}.args", args, f"entries as in +{key}.args.scale=0.5")
     expect(target is not None or not args, f"{key}.args", args, f"{{}} without {key}._target_")
 
