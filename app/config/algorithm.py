@@ -87,9 +87,7 @@ class AlgorithmConfig:
 
     name: str = setting("grpo", "Name of the preset, shown in the console, the plan and the report.")
     group_size: int = setting(
-        8,
-        "Completions sampled per prompt; advantages compare them, so 1 needs algorithm.reward_coefficient=0.",
-        at_least=1,
+        8, "Completions per prompt, which advantages compare: 1 needs algorithm.reward_coefficient=0.", at_least=1
     )
     prompts_per_step: int = setting(32, "Prompts, and so groups, trained on in one step.", at_least=1)
     updates_per_step: int = setting(
@@ -103,7 +101,7 @@ class AlgorithmConfig:
     )
     normalize_by_std: bool = setting(
         True,
-        "With algorithm.advantage=grpo, divide by the standard deviation of the group's rewards; Dr. GRPO does not.",
+        "With algorithm.advantage=grpo, divide by the standard deviation of the rewards; Dr. GRPO does not.",
     )
     reward_coefficient: float = setting(
         1.0, "Weight of the advantages from rewards; 0 learns from the teacher alone.", at_least=0
@@ -115,25 +113,16 @@ class AlgorithmConfig:
         noun=f"one of {', '.join(OBJECTIVES)}, {OWN}.my_objective",
     )
     ratio: RatioLevel = setting(
-        RatioLevel.token,
-        "Importance ratio per token, or per sequence and length-normalized (GSPO).",
+        RatioLevel.token, "Importance ratio per token, or per sequence and length-normalized (GSPO)."
     )
     clip_low: float = setting(
-        0.2,
-        "Lower clip: the ratio is clamped to at least 1 - clip_low; with dppo, how far a probability may fall.",
-        at_least=0,
-        at_most=1,
+        0.2, "The ratio is clamped to at least 1 - clip_low; with dppo, a probability's fall.", at_least=0, at_most=1
     )
     clip_high: float = setting(
-        0.2,
-        "Upper clip: the ratio is clamped to at most 1 + clip_high, in DAPO 0.28; with dppo, how far a probability may "
-        "rise.",
-        at_least=0,
+        0.2, "The ratio is clamped to at most 1 + clip_high, in DAPO 0.28; with dppo, a probability's rise.", at_least=0
     )
     dual_clip: float | None = setting(
-        None,
-        "Bound the loss of a negative advantage A by dual_clip · |A| (dual clip, arXiv 1912.09729); null disables it.",
-        above=1,
+        None, "Bound the loss of a negative advantage A by dual_clip · |A| (arXiv 1912.09729); null does not.", above=1
     )
     aggregation: Aggregation = setting(
         Aggregation.seq_mean_token_mean,
@@ -148,14 +137,11 @@ class AlgorithmConfig:
     )
     kl_coefficient: float = setting(0.0, "Weight of the KL penalty in the loss.", at_least=0)
     entropy_coefficient: float = setting(0.0, "Weight of the entropy bonus in the loss.", at_least=0)
-    ce_coefficient: float = setting(
-        1.0, "Weight of the cross-entropy on the rows of data.demonstrations in the loss.", at_least=0
-    )
+    ce_coefficient: float = setting(1.0, "Weight of the cross-entropy on data.demonstrations in the loss.", at_least=0)
     demonstrations_per_step: int = setting(8, "Rows of data.demonstrations in each step.", at_least=1)
     old_policy: OldPolicy = setting(
         OldPolicy.trainer,
-        "Policy in the ratio's denominator: the trainer's log-probabilities at the start of the step, or the rollout "
-        "engine's.",
+        "Log-probabilities in the ratio's denominator: the trainer's at the step's start, or the engine's.",
     )
     correction: Correction = setting(
         Correction.auto,
@@ -173,11 +159,9 @@ class AlgorithmConfig:
     )
     overlong_buffer_fraction: float = setting(
         0.0,
-        "Share of rollout.max_completion_tokens before the limit over which a length penalty grows (DAPO); "
-        "0 disables it.",
+        "Share of rollout.max_completion_tokens before the limit over which a length penalty grows (DAPO).",
         at_least=0,
         at_most=1,
-        noun="a fraction",
     )
     overlong_penalty: float = setting(1.0, "Reward deducted from a completion that reaches the limit.", at_least=0)
     mask_truncated: bool = setting(False, "Give truncated completions no gradient.")
@@ -185,10 +169,7 @@ class AlgorithmConfig:
         False, "Drop groups whose raw rewards are all equal, and sample other prompts instead (DAPO)."
     )
     max_refill_rounds: int = setting(
-        10,
-        "Rounds that replace filtered groups, and those that environments left too small; the step then trains on "
-        "the groups it has.",
-        at_least=1,
+        10, "Rounds that replace dropped groups; the step then trains on the groups it has.", at_least=1
     )
 
     @property
@@ -240,48 +221,33 @@ class AlgorithmConfig:
 
     def validate(self) -> None:
         """Raise `ConfigError` for settings that contradict each other."""
-        divides = self.prompts_per_step % self.updates_per_step == 0
-        accepted = f"a divisor of algorithm.prompts_per_step={self.prompts_per_step}"
-        expect(divides, "algorithm.updates_per_step", self.updates_per_step, accepted)
-
-        accepted = "a whole number of at least 2, or algorithm.reward_coefficient=0"
-        expect(self.group_size >= self.smallest_group, "algorithm.group_size", self.group_size, accepted)
-
-        rewarded = self.reward_coefficient > 0 or not self.dynamic_sampling
-        accepted = "false with algorithm.reward_coefficient=0, since it compares rewards"
-        expect(rewarded, "algorithm.dynamic_sampling", self.dynamic_sampling, accepted)
-
-        self._validate_functions()
-
-        estimated = self.needs_reference or self.kl_coefficient == 0
-        accepted = "0, or an estimator with algorithm.kl=k2 or k3"
-        expect(estimated, "algorithm.kl_coefficient", self.kl_coefficient, accepted)
-
-        low, high = self.correction_bounds(self.correction)
-        accepted = f"a number below algorithm.correction_high={high:g}"
-        expect(low < high, "algorithm.correction_low", low, accepted)
-
-        expect(
-            self.old_policy is OldPolicy.trainer or self.correction in (Correction.auto, Correction.none),
-            "algorithm.correction",
-            self.correction,
-            "none with algorithm.old_policy=rollout, whose ratio is already taken against the rollout policy",
-        )
-
-    def _validate_functions(self) -> None:
         for key, built_in in (("advantage", ADVANTAGES), ("objective", OBJECTIVES)):
             value = getattr(self, key)
             known = value in built_in or is_dotted_path(value)
             expect(known, f"algorithm.{key}", value, f"one of {', '.join(built_in)}, {OWN}.my_{key}")
 
-        expect(
-            self.objective != "dppo" or (self.old_policy is OldPolicy.rollout and self.ratio is RatioLevel.token),
-            "algorithm.objective",
-            self.objective,
-            "another one, or algorithm.old_policy=rollout with algorithm.ratio=token: DPPO compares a token's "
-            "probability with the rollout's",
-        )
-
+        divides = self.prompts_per_step % self.updates_per_step == 0
+        accepted = f"a divisor of algorithm.prompts_per_step={self.prompts_per_step}"
+        expect(divides, "algorithm.updates_per_step", self.updates_per_step, accepted)
+        accepted = "a whole number of at least 2, or algorithm.reward_coefficient=0"
+        expect(self.group_size >= self.smallest_group, "algorithm.group_size", self.group_size, accepted)
+        rewarded = self.reward_coefficient > 0 or not self.dynamic_sampling
+        accepted = "false with algorithm.reward_coefficient=0, since it compares rewards"
+        expect(rewarded, "algorithm.dynamic_sampling", self.dynamic_sampling, accepted)
         fraction = self.overlong_buffer_fraction
         accepted = "0 with algorithm.advantage=maxrl, whose rewards must not be negative"
         expect(self.advantage != "maxrl" or fraction == 0, "algorithm.overlong_buffer_fraction", fraction, accepted)
+
+        estimated = self.needs_reference or self.kl_coefficient == 0
+        accepted = "0, or an estimator with algorithm.kl=k2 or k3"
+        expect(estimated, "algorithm.kl_coefficient", self.kl_coefficient, accepted)
+        compares = self.old_policy is OldPolicy.rollout and self.ratio is RatioLevel.token
+        accepted = "another one, or old_policy=rollout with ratio=token: DPPO compares with the engine's probabilities"
+        expect(self.objective != "dppo" or compares, "algorithm.objective", self.objective, accepted)
+
+        low, high = self.correction_bounds(self.correction)
+        expect(low < high, "algorithm.correction_low", low, f"a number below algorithm.correction_high={high:g}")
+        uncorrected = self.correction in (Correction.auto, Correction.none)
+        accepted = "none with algorithm.old_policy=rollout, whose ratio already divides by the rollout policy"
+        trainers = self.old_policy is OldPolicy.trainer
+        expect(trainers or uncorrected, "algorithm.correction", self.correction, accepted)

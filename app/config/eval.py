@@ -15,9 +15,7 @@ class EvalConfig:
     samples: int = setting(1, "Completions per prompt.", at_least=1)
     temperature: float = setting(0.0, "Sampling temperature of evaluations; 0 is greedy.", at_least=0)
     top_p: float = setting(1.0, "Nucleus sampling threshold of evaluations.", above=0, at_most=1)
-    top_k: int | None = setting(
-        None, "Evaluations sample from this many of the likeliest tokens; null is all.", at_least=1
-    )
+    top_k: int | None = setting(None, "Sample from this many of the likeliest tokens; null is all.", at_least=1)
 
     def validate(self) -> None:
         """Raise `ConfigError` for several samples that would all be the same."""

@@ -5,7 +5,6 @@ import json
 import re
 import secrets
 import textwrap
-from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from app.config.command_line import command_name
 from app.config.model import HF_PRESET, LORA_RATE
 from app.config.run import Mode, RunConfig
-from app.config.setting import Setting, settings
+from app.config.setting import settings
 
 WIDTH = 100  # columns
 VALUE_WIDTH = 44  # columns of "key = value"
@@ -39,22 +38,16 @@ def render(composed: DictConfig, section: str | None = None) -> str:
     for each in settings(RunConfig):
         if section and each.key != section and not each.key.startswith(f"{section}."):
             continue
-
         if each.section is not previous:
             prefix = each.key.rpartition(".")[0] or "run"
-            summary = (inspect.getdoc(each.section) or "").partition("\n")[0]
-            lines += ["", f"{prefix}: {summary}"]
+            lines += ["", f"{prefix}: {(inspect.getdoc(each.section) or '').splitlines()[0]}"]
             previous = each.section
-        lines += _entry(each, composed)
+
+        value = OmegaConf.select(composed, each.key, default=each.default)
+        lines.append(f"  {f'{each.key} = {_shown(value)}':<{VALUE_WIDTH}}  {each.accepted}")
+        lines += textwrap.wrap(each.help, WIDTH, initial_indent=INDENT, subsequent_indent=INDENT)
 
     return "\n".join(lines).strip("\n")
-
-
-def _entry(setting: Setting, composed: DictConfig) -> Iterator[str]:
-    """The lines of one setting: value and accepted values, then the meaning."""
-    value = OmegaConf.select(composed, setting.key, default=setting.default)
-    yield f"  {f'{setting.key} = {_shown(value)}':<{VALUE_WIDTH}}  {setting.accepted}"
-    yield from textwrap.wrap(setting.help, WIDTH, initial_indent=INDENT, subsequent_indent=INDENT)
 
 
 def _shown(value: object) -> str:

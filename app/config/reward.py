@@ -49,8 +49,7 @@ class RewardConfig:
 
     _target_: str | None = setting(
         None,
-        "Dotted path of your own reward function or class, which replaces the preset's component; to add one, see "
-        "reward.components.",
+        "Dotted path of your own reward, in place of the preset's component; to add one, see reward.components.",
         noun="a path such as my_package.my_module.my_reward",
     )
     args: dict[str, Any] = setting(
@@ -68,29 +67,24 @@ class RewardConfig:
     )
     workers: int = setting(
         1,
-        "Worker processes of each component (exact and format need none); each scores one group at a time, so raise it "
-        "where the reward is slower than the generation.",
+        "Worker processes of each component but exact and format; each scores one group at a time.",
         at_least=1,
     )
     timeout_s: float = setting(
         60.0,
-        "Deadline per trajectory (the built-in math has at most 5 s); a call that scores several has their sum, and is "
-        "repeated for each trajectory alone when it exceeds that; a trajectory that exceeds the deadline alone has "
-        "reward 0.",
+        "Deadline per trajectory, for math at most 5 s; a late group is scored again one by one, and "
+        "what is late alone has reward 0.",
         above=0,
         noun=SECONDS,
     )
     max_failed_fraction: float = setting(
         0.2,
-        "Share of a step's trajectories whose scoring may fail (an exception, a timeout, no finite number): they score "
-        "0 and are trained on, with a warning; above this share the run stops.",
+        "Share of a step's trajectories whose scoring may fail, with reward 0; above it the run stops.",
         at_least=0,
         at_most=1,
     )
     tryout: bool = setting(
-        True,
-        "Try your own rewards on made-up completions of a few rows before anything starts; false only loads them, for "
-        "a reward that needs a service which is up later.",
+        True, "Try your own rewards on made-up completions of a few rows before anything starts; false only loads them."
     )
 
     @property

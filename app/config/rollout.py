@@ -13,12 +13,7 @@ class RolloutConfig:
 
     tensor_parallel: int = setting(1, "Devices per engine.", at_least=1)
     temperature: float = setting(1.0, "Sampling temperature; the trainer's log-probabilities use it too.", above=0)
-    top_p: float = setting(
-        1.0,
-        "Nucleus sampling threshold of training: only 1 is accepted, see eval.top_p for evaluations.",
-        above=0,
-        at_most=1,
-    )
+    top_p: float = setting(1.0, "Only 1 is accepted in training; evaluations have eval.top_p.", above=0, at_most=1)
     stop: list[str] = setting(
         [],
         "Texts that end a completion, of evaluations too; their tokens stay in it and are trained on.",
@@ -44,7 +39,7 @@ class RolloutConfig:
     )
     stall_timeout_s: float = setting(
         120.0,
-        "Time without a new token, with requests in flight, after which an engine counts as stalled.",
+        "Time without a new token, with requests in flight, until an engine is lost.",
         above=0,
         noun=SECONDS,
     )
@@ -73,10 +68,7 @@ class RolloutConfig:
         A stop string leaves them right: it ends a completion, and every token of it was sampled from the policy.
         SGLang reports log-probabilities of the whole distribution, before top-p, top-k or min-p cut it.
         """
-        accepted = (
-            "1: engines report log-probabilities before the cut, so training would correct for the wrong policy; "
-            "eval.top_p sets it for evaluations"
-        )
+        accepted = "1: engines report log-probabilities before the cut; eval.top_p sets it for evaluations"
         expect(self.top_p == 1.0, "rollout.top_p", self.top_p, accepted)
         expect("" not in self.stop, "rollout.stop", self.stop, f"{TEXTS}, none of them empty")
         for url in self.urls:

@@ -23,8 +23,7 @@ class TeacherConfig:
 
     path: str | None = setting(
         None,
-        "Hugging Face model directory or hub id of a teacher that the run starts on devices of its own, with the "
-        "policy's tokenizer; null starts none.",
+        "Teacher that the run starts on devices of its own, with the policy's tokenizer; null starts none.",
         noun="a Hugging Face model directory or hub id",
     )
     devices: int = setting(1, "Devices of the engine of teacher.path, beside those of placement.", at_least=1)
@@ -45,9 +44,7 @@ class TeacherConfig:
         "engines score what the policy answered to the question alone.",
     )
     coefficient: float = setting(
-        1.0,
-        "Weight of the reverse KL: a token's advantage is reduced by this times log policy - log teacher.",
-        above=0,
+        1.0, "Weight of the reverse KL: it times log policy - log teacher is taken off a token's advantage.", above=0
     )
     clip: float = setting(10.0, "Bound of log policy - log teacher of a token, in nats.", above=0)
     timeout_s: float = setting(120.0, "Deadline of a request.", above=0, noun=SECONDS)
@@ -99,12 +96,11 @@ class TeacherConfig:
             given = isinstance(urls, list) and (bool(urls) or source == ANY_SOURCE)
             expect(given, key, urls, ADDRESSES)
             for url in urls:
-                known = isinstance(url, str) and url.startswith(("http://", "https://"))
-                expect(known, key, url, "addresses such as http://host:30000")
-
+                expect(str(url).startswith(("http://", "https://")), key, url, ADDRESSES)
         if isinstance(self.urls, dict):
             accepted = f"a teacher for each data source and for no other: {', '.join(sources)}"
             expect(set(self.servers) == set(sources), "teacher.urls", list(self.servers), accepted)
+
         accepted = "a text that holds {answer}, such as '{question} The answer is {answer}.'"
         expect(self.prompt is None or "{answer}" in self.prompt, "teacher.prompt", self.prompt, accepted)
         accepted = "1 with a teacher: servers score given tokens at temperature 1"
