@@ -71,7 +71,7 @@ REFUSED = [  # overrides, and what the sentence names: the setting, and what is 
     ),
     (
         ["reward._target_=my.f", "+reward.components.format=0.1"],
-        ["give +reward.components.f._target_=my.f to add it to"],
+        ["+reward.components.f._target_=my.f"],
     ),
     (
         ["reward=my.f"],
@@ -83,7 +83,7 @@ REFUSED = [  # overrides, and what the sentence names: the setting, and what is 
         ["environment=foo"],
         ["environment=foo", "calculator", "environment._target_=my_module.MyEnvironment"],
     ),
-    (["environment._target_=Guess"], ["environment._target_=Guess", "my_package.my_module.MyEnvironment"]),
+    (["environment._target_=Guess"], ["environment._target_=Guess", "my_package.my_module."]),
     (
         ["environment=tools", "environment._target_=my.Env"],
         ["environment._target_=my.Env", "null with environment=tools"],
@@ -101,7 +101,7 @@ REFUSED = [  # overrides, and what the sentence names: the setting, and what is 
         ["environment._target_=my.Env", "environment.id=x"],
         ["environment.id=x", "null with environment._target_=my.Env"],
     ),
-    (["environment.args.size=3"], ["environment.args={size: 3}", "{} without environment._target_"]),
+    (["environment.args.size=3"], ["environment.args={size: 3}", "{} with environment=single_turn"]),
     (["reward=environment"], ["reward=environment", "another reward with environment=single_turn"]),
     (
         ["environment=tools", "environment.tools=[my_tools.search]", "reward=environment"],
@@ -145,7 +145,7 @@ REFUSED = [  # overrides, and what the sentence names: the setting, and what is 
     (["data.demonstrations=nowhere.jsonl"], ["data.demonstrations=nowhere.jsonl"]),
     (["sft=true"], ["sft ", "mode=sft"]),
     (["algorithm=opd"], ["teacher.path=null", "algorithm.reward_coefficient=0"]),
-    (["algorithm=opd", "teacher.path=./nowhere"], ["teacher.path=./nowhere", "an existing directory"]),
+    (["algorithm=opd", "teacher.path=./nowhere"], ["teacher.path=./nowhere", "directory"]),
     (["algorithm=opd", "teacher.path=/tmp"], ["teacher.path=/tmp", "config.json"]),
     (["algorithm=opd", "teacher.path=nobody/nothing"], ["teacher.path=nobody/nothing", "directory"]),
     (["algorithm=opd", "teacher.path=tiny", "rollout.temperature=0.7"], ["rollout.temperature=0.7", "temperature 1"]),

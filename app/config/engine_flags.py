@@ -11,10 +11,9 @@ from app.config.device import DeviceKind
 from app.errors import expect
 
 CONTEXT_FLAG = "context-length"  # in tokens, in place of the model's own
-SEED_42 = "null: a request without a seed of its own then samples with seed 42, so a group is one completion repeated"
+SEED_42 = "null: a request without a seed then samples with seed 42, so a group is one completion repeated"
 REFUSED = {  # with what is accepted, and why; sources: SGLang 0.5.23
-    "preferred-sampling-params": "rollout.temperature and rollout.max_completion_tokens: other sampling parameters "
-    "would train on log-probabilities that are not those of the sampled tokens",
+    "preferred-sampling-params": "rollout.temperature: others change log-probabilities, but not those reported",
     "enable-deterministic-inference": SEED_42,  # sampling/sampling_batch_info.py: sampling_seed
     "rl-on-policy-target": SEED_42,
     # layers/quantization/fp8.py: a processed weight has no loader
@@ -34,8 +33,7 @@ OWNED = {  # by settings that the rest of the run follows
     "api-key": "null: each server gets a key of its own",
 }
 REFUSED_ON_CPU = {  # speculative/eagle_utils.py: _verify_uses_greedy
-    "speculative-algorithm": "null on a CPU: there SGLang accepts the most likely token whatever the temperature, so "
-    "nothing is explored",
+    "speculative-algorithm": "null on a CPU: there SGLang accepts the likeliest token at every temperature",
 }
 # managers/schedule_batch.py: is_prefill_only
 REFUSED_TO_SCORE = {"speculative-algorithm": "null: a teacher samples nothing"}

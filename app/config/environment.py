@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from app.config.setting import SECONDS, is_dotted_path, setting
+from app.config.setting import PATH, SECONDS, check_path, is_dotted_path, setting
 from app.errors import expect
 
 
@@ -37,12 +37,11 @@ class EnvironmentConfig:
     _target_: str | None = setting(
         None,
         "Dotted path of your own environment: a class with begin and step, or with run.",
-        noun="a path such as my_package.my_module.MyEnvironment",
+        noun=PATH,
     )
     args: dict[str, Any] = setting(
         {},
         "Keyword arguments of environment._target_ or of the verifiers environment; what each reset of openenv gets.",
-        noun="entries as in +environment.args.difficulty=2",
     )
     tools: list[str] = setting(
         [],
@@ -103,11 +102,9 @@ class EnvironmentConfig:
         target = self._target_
         alone = target is None or self.kind is EnvironmentKind.single_turn
         expect(alone, "environment._target_", target, f"null with environment={self.kind.value}")
-        accepted = "a path such as my_package.my_module.MyEnvironment"
-        expect(target is None or is_dotted_path(target), "environment._target_", target, accepted)
+        check_path("environment._target_", target)
         takes_args = self.module in ("own", "verifiers", "openenv")
-        without = "{} without environment._target_, environment=verifiers or environment=openenv"
-        expect(takes_args or not self.args, "environment.args", self.args, without)
+        expect(takes_args or not self.args, "environment.args", self.args, f"{{}} with {self.choice}")
         self._only_with(EnvironmentKind.tools, "tools", self.tools, "[my_tools.search]")
         self._only_with(EnvironmentKind.verifiers, "id", self.id, "the package of the environment")
         self._only_with(EnvironmentKind.openenv, "url", self.url, "an address such as ws://localhost:8000")

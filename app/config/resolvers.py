@@ -1,19 +1,18 @@
 """OmegaConf resolvers of `conf/`: the settings in `--help`, names of models and output folders, learning rates."""
 
 import inspect
-import json
 import re
 import secrets
 import textwrap
-from enum import Enum
 from pathlib import Path
 
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from app.config.command_line import command_name
 from app.config.model import HF_PRESET, LORA_RATE
 from app.config.run import Mode, RunConfig
 from app.config.setting import settings
+from app.errors import yaml_text
 
 WIDTH = 100  # columns
 VALUE_WIDTH = 44  # columns of "key = value"
@@ -44,25 +43,13 @@ def render(composed: DictConfig, section: str | None = None) -> str:
             previous = each.section
 
         value = OmegaConf.select(composed, each.key, default=each.default)
-        lines.append(f"  {f'{each.key} = {_shown(value)}':<{VALUE_WIDTH}}  {each.accepted}")
+        if OmegaConf.is_config(value):
+            value = OmegaConf.to_container(value, resolve=True)
+        shown = yaml_text(value) or "''"
+        lines.append(f"  {f'{each.key} = {shown}':<{VALUE_WIDTH}}  {each.accepted}")
         lines += textwrap.wrap(each.help, WIDTH, initial_indent=INDENT, subsequent_indent=INDENT)
 
     return "\n".join(lines).strip("\n")
-
-
-def _shown(value: object) -> str:
-    """Render a value as the command line takes it.
-
-    >>> [_shown(each) for each in (None, True, 0.5, "", "a b", {"x": 1})]
-    ['null', 'true', '0.5', "''", 'a b', '{"x": 1}']
-    """
-    if isinstance(value, DictConfig | ListConfig):
-        value = OmegaConf.to_container(value, resolve=True, enum_to_str=True)
-    if isinstance(value, Enum):
-        return value.name
-    if isinstance(value, str):
-        return value or "''"
-    return json.dumps(value, ensure_ascii=False)
 
 
 def register() -> None:

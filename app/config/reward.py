@@ -5,12 +5,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from app.config.setting import SECONDS, is_dotted_path, setting
+from app.config.setting import PATH, SECONDS, check_path, setting
 from app.errors import expect
 
 BUILT_IN = ("exact", "format", "math", "code", "environment")  # each is a module of `app.reward`
 COMPARING = ("exact", "math")  # with the answer of the row
-TARGET = "the dotted path of a function or class, such as my_package.my_module.my_reward"
 ENTRY_KEYS = ("weight", "_target_", "args")
 CODE = "code"  # the built-in component with arguments
 
@@ -50,13 +49,12 @@ class RewardConfig:
     _target_: str | None = setting(
         None,
         "Dotted path of your own reward, in place of the preset's component; to add one, see reward.components.",
-        noun="a path such as my_package.my_module.my_reward",
+        noun=PATH,
     )
     args: dict[str, Any] = setting(
         {},
         "Keyword arguments of reward._target_; with reward=code partial (score the share of the tests), sandbox (auto, "
         "namespaces or process) and memory_mib (512).",
-        noun="entries as in +reward.args.scale=0.5",
     )
     components: dict[str, Any] = setting(
         {},
@@ -120,7 +118,7 @@ class RewardConfig:
         for name, entry in self.components.items():
             _check_entry(f"reward.components.{name}", name, entry)
 
-        _check_target("reward._target_", target)
+        check_path("reward._target_", target)
         if target is None and CODE in self.components:
             _check_code(self.args)
         else:
@@ -155,7 +153,7 @@ def _check_entry(key: str, name: str, entry: Any) -> None:
     number = isinstance(weight, int | float) and not isinstance(weight, bool) and math.isfinite(weight)
     expect(number, key, weight, "a finite weight")
     expect(target is None or name not in BUILT_IN, f"{key}._target_", target, f"another name: {name} is built in")
-    _check_target(f"{key}._target_", target)
+    check_path(f"{key}._target_", target)
     expect(isinstance(args, dict), f"{key}.args", args, f"entries as in +{key}.args.scale=0.5")
     expect(target is not None or not args, f"{key}.args", args, f"{{}} without {key}._target_")
 
@@ -165,7 +163,3 @@ def _check_code(args: Mapping[str, Any]) -> None:
         expect(name in CODE_ACCEPTED, f"reward.args.{name}", value, f"{', '.join(CODE_ACCEPTED)} with reward=code")
         accepts, accepted = CODE_ACCEPTED[name]
         expect(accepts(value), f"reward.args.{name}", value, accepted)
-
-
-def _check_target(key: str, target: Any) -> None:
-    expect(target is None or is_dotted_path(target), key, target, TARGET)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from app.config.setting import SECONDS, TEXTS, setting
+from app.config.setting import ADDRESS, SECONDS, TEXTS, setting
 from app.errors import expect
 
 
@@ -23,20 +23,12 @@ class RolloutConfig:
     max_completion_tokens: int = setting(64, "Tokens after which a completion is truncated.", at_least=1)
     max_inflight_groups: int = setting(64, "Groups being sampled at a time, over all engines.", at_least=1)
     urls: list[str] = setting(
-        [],
-        "Addresses of running SGLang servers; [] starts the run's own engines.",
-        noun="a list of addresses such as http://host:30000",
+        [], "Addresses of running SGLang servers; [] starts the run's own engines.", noun="a list of addresses"
     )
     port: int | None = setting(
-        None,
-        "Port of the first engine, incremented for each further engine; null takes free ports.",
-        at_least=1,
-        at_most=65535,
-        noun="a port",
+        None, "Port of the first engine, counted up for the others; null takes free ones.", at_least=1, at_most=65535
     )
-    start_timeout_s: float = setting(
-        300.0, "Deadline for an engine to answer its first health check.", above=0, noun=SECONDS
-    )
+    start_timeout_s: float = setting(300.0, "Deadline for an engine's first reply.", above=0, noun=SECONDS)
     stall_timeout_s: float = setting(
         120.0,
         "Time without a new token, with requests in flight, until an engine is lost.",
@@ -54,7 +46,6 @@ class RolloutConfig:
         {},
         "SGLang server flags without the dashes, over those of device.engine_args; those with which training would be "
         "wrong or that a setting decides are refused.",
-        noun="entries as in +rollout.engine_args.chunked-prefill-size=8192",
     )
 
     @property
@@ -72,4 +63,4 @@ class RolloutConfig:
         expect(self.top_p == 1.0, "rollout.top_p", self.top_p, accepted)
         expect("" not in self.stop, "rollout.stop", self.stop, f"{TEXTS}, none of them empty")
         for url in self.urls:
-            expect(url.startswith(("http://", "https://")), "rollout.urls", url, "addresses such as http://host:30000")
+            expect(url.startswith(("http://", "https://")), "rollout.urls", url, ADDRESS)

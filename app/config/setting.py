@@ -22,12 +22,15 @@ from app.errors import expect
 T = TypeVar("T")
 SECONDS = "a number of seconds"
 TEXTS = "a list of texts"
+PATH = "a path such as my_package.my_module.my_function"
+ADDRESS = "an address such as http://host:30000"
 NOUNS: dict[object, str] = {
     bool: "true or false",
     int: "a whole number",
     float: "a number",
     str: "text",
     list: "a list",
+    dict: "entries, each added as +<setting>.<name>=<value>",
 }
 
 
@@ -90,10 +93,7 @@ def setting(
     Args:
         default: The value of a run that does not set it. Lists and mappings are copied for each instance.
         help: One sentence on what the setting means, with its unit and the meaning of null and 0.
-        at_least: Lower limit; `above` excludes the limit itself.
-        above: As `at_least`.
-        at_most: Upper limit; `below` excludes the limit itself. Without one, infinity means no limit.
-        below: As `at_most`.
+        at_least: A limit, as are `above`, `at_most` and `below`. Without an upper one, infinity means no limit.
         noun: Accepted values in words, where the type does not say enough: "a number of seconds".
     """
     metadata = {"help": help, "bounds": Bounds(at_least, above, at_most, below), "noun": noun}
@@ -162,6 +162,11 @@ def accepted(declared: "Field[Any]") -> str:
 
     optional = "null or " if kind is not declared.type else ""
     return f"{optional}{noun} {declared.metadata['bounds'].phrase}".rstrip()
+
+
+def check_path(key: str, value: object) -> None:
+    """Raise `ConfigError` for a value that is neither None nor the dotted path of a function or class."""
+    expect(value is None or is_dotted_path(value), key, value, PATH)
 
 
 def is_dotted_path(value: object) -> bool:

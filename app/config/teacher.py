@@ -27,11 +27,7 @@ class TeacherConfig:
         noun="a Hugging Face model directory or hub id",
     )
     devices: int = setting(1, "Devices of the engine of teacher.path, beside those of placement.", at_least=1)
-    engine_args: dict[str, Any] = setting(
-        {},
-        "SGLang server flags of that engine without the dashes, over those of device.engine_args.",
-        noun="entries as in +teacher.engine_args.quantization=fp8",
-    )
+    engine_args: dict[str, Any] = setting({}, "SGLang server flags of that engine, over device.engine_args.")
     urls: Any = setting(
         None,
         "Addresses of running SGLang servers of the teacher, which has the policy's tokenizer; with several teachers, "

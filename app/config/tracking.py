@@ -15,9 +15,7 @@ class TrackingConfig:
     """Dashboards and samples."""
 
     use: list[str] = setting([], "Trackers beside the console and the run's folder.", noun=ACCEPTED)
-    args: dict[str, Any] = setting(
-        {}, "Keyword arguments of your own tracker.", noun="entries as in +tracking.args.url=http://localhost:5000"
-    )
+    args: dict[str, Any] = setting({}, "Keyword arguments of your own tracker.")
     project: str = setting("hydra-posttrain", "Project name in wandb and clearml.")
     run_name: str | None = setting(None, "Run name in trackers; null joins the names of the run folder and its parent.")
     offline: bool = setting(False, "wandb and clearml record into the run's folder and send nothing.")

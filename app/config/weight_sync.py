@@ -5,7 +5,7 @@ from enum import Enum
 from typing import Any
 
 from app.config.device import DeviceKind
-from app.config.setting import SECONDS, is_dotted_path, setting
+from app.config.setting import PATH, SECONDS, check_path, setting
 from app.errors import expect
 
 
@@ -57,11 +57,9 @@ class WeightSyncConfig:
         "and engines share devices, passes tensor handles. Adapters: shared memory, or HTTP between machines.",
     )
     _target_: str | None = setting(
-        None, "Dotted path of your own transport, a class as `Transport` in app/weight_sync/transport/base.py."
+        None, "Your own transport, a class as `Transport` in app/weight_sync/transport/base.py.", noun=PATH
     )
-    args: dict[str, Any] = setting(
-        {}, "Keyword arguments of weight_sync._target_.", noun="entries as in +weight_sync.args.path=/mnt/weights"
-    )
+    args: dict[str, Any] = setting({}, "Keyword arguments of weight_sync._target_.")
     mode: SyncMode = setting(
         SyncMode.full,
         "delta sends only the weights that changed since the last sync, where that is smaller.",
@@ -103,8 +101,7 @@ class WeightSyncConfig:
                 released comes back undefined.
         """
         target = self._target_
-        accepted = "a path such as my_package.my_module.MyTransport"
-        expect(target is None or is_dotted_path(target), "weight_sync._target_", target, accepted)
+        check_path("weight_sync._target_", target)
         expect(target is not None or not self.args, "weight_sync.args", self.args, "{} without weight_sync._target_")
 
         full = self.mode is SyncMode.full

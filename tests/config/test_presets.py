@@ -178,6 +178,14 @@ def test_an_experiment_composes_to_what_its_name_says(name: str) -> None:
     assert config.data.name == "dapo_math"
 
 
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_an_engine_captures_graphs_for_all_requests_that_it_runs(name: str) -> None:
+    config = composed(f"experiment={name}")
+    flags = engine_flags(config, device_of(config.device.kind))
+    requests = min(config.requests_per_engine, 512)
+    assert flags["cuda-graph-max-bs-decode"] == flags["max-running-requests"] == requests
+
+
 # What SGLang 0.5.23 chooses on an H100 of 80 GB with the same flags, except for mem-fraction-static.
 SGLANG_CHOOSES = {
     ("qwen35_9b", "placement=fully_async"): 0.756,
