@@ -67,8 +67,6 @@ class Validate(Callback):
         given = _given_folder(composed)
         require_text("hydra.run.dir", given, "a folder")
         require_text("tracking.project", config.tracking.project, "a name")
-        if mode is Mode.plan and (sentence := compose.replaced_settings(composed)):
-            echo(sentence)
         if mode in PREVIEWS:
             from app.recovery.resume import apply_preview
 

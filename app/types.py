@@ -80,7 +80,6 @@ class Sampling:
     top_p: float
     max_tokens: int  # completion tokens
     top_k: int | None = None  # None: the whole vocabulary
-    min_p: float = 0.0
     stop: tuple[str, ...] = ()  # texts that end a completion, as its last tokens
 
 

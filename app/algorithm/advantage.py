@@ -10,7 +10,7 @@ import numpy as np
 from app.config.algorithm import AlgorithmConfig
 from app.errors import RunError
 from app.types import Group, ScoredGroup, Trajectory
-from app.utils.dotted_path import resolve_own
+from app.utils.user_code import resolve
 
 STD_EPSILON = 1e-6
 
@@ -53,7 +53,7 @@ def estimate(rewards: np.ndarray, config: AlgorithmConfig) -> np.ndarray:
         case "maxrl":
             return maxrl(rewards)
 
-    advantages = np.asarray(resolve_own(config.advantage)(rewards.copy()), dtype=np.float64)
+    advantages = np.asarray(resolve(config.advantage)(rewards.copy()), dtype=np.float64)
     if advantages.shape != rewards.shape or not np.isfinite(advantages).all():
         raise ValueError(f"for the rewards {rewards.tolist()} it returned {advantages.tolist()}")
     return advantages

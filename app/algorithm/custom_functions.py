@@ -6,8 +6,7 @@ from typing import Any
 import numpy as np
 
 from app.config.algorithm import ADVANTAGES, OBJECTIVES, AlgorithmConfig
-from app.errors import expect
-from app.utils.dotted_path import problem_of
+from app.utils.user_code import require
 
 REWARDS = ([0.0, 1.0, 0.0, 1.0], [0.25, 3.0])  # of groups
 LENGTHS = (3, 0, 5)  # tokens of sequences
@@ -17,14 +16,12 @@ def require_own(config: AlgorithmConfig) -> None:
     """Raise `ConfigError` if a function that `algorithm.advantage` or `algorithm.objective` names cannot be used."""
     if config.advantage not in ADVANTAGES:
         accepted = "the path of a function from rewards [G] to finite advantages [G]"
-        problem = problem_of(config.advantage, _try_advantage)
-        expect(problem is None, "algorithm.advantage", config.advantage, f"{accepted}; {problem}")
+        require("algorithm.advantage", config.advantage, accepted, _try_advantage)
     if config.objective not in OBJECTIVES:
         import torch  # noqa: F401  # not within the time for the user's module
 
         accepted = "the path of a function from (batch, ratio) to the finite terms [N] of its tokens, with a gradient"
-        problem = problem_of(config.objective, _try_objective)
-        expect(problem is None, "algorithm.objective", config.objective, f"{accepted}; {problem}")
+        require("algorithm.objective", config.objective, accepted, _try_objective)
 
 
 def _try_advantage(function: Callable[..., Any]) -> str | None:
@@ -63,7 +60,8 @@ def _try_objective(function: Callable[..., Any]) -> str | None:
     terms = function(batch, (logprobs - old_logprobs).exp())
 
     if not isinstance(terms, torch.Tensor) or terms.shape != (tokens,):
-        return f"for {tokens} tokens it returned {_described(terms)}"
+        shape = list(getattr(terms, "shape", ()))
+        return f"for {tokens} tokens it returned a {type(terms).__name__} of shape {shape}"
     if not terms.requires_grad:
         return "its terms have no gradient"
     terms.sum().backward()
@@ -71,8 +69,3 @@ def _try_objective(function: Callable[..., Any]) -> str | None:
     if gradient is None or not torch.isfinite(torch.cat([terms.detach(), gradient])).all():
         return "its terms or their gradients are not finite"
     return None
-
-
-def _described(value: object) -> str:
-    shape = getattr(value, "shape", None)
-    return f"a {type(value).__name__}" if shape is None else f"a {type(value).__name__} of shape {list(shape)}"

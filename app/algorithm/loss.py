@@ -167,20 +167,20 @@ def correction_weight(
     """Weight [N] from w = π_old(trainer) / π_rollout, without gradient; table in `app/config/algorithm.py`."""
     log_weight = trainer_old - batch.rollout_logprobs
     weight = bounded_exp(log_weight)
+    low, high = config.correction_bounds(correction)
 
     match correction:
         case Correction.none:
             return torch.ones_like(weight)
         case Correction.tis:
-            return weight.clamp(max=config.tis_max)
+            return weight.clamp(max=high)
         case Correction.icepop:
-            in_band = (weight >= config.icepop_low) & (weight <= config.icepop_high)
-            return torch.where(in_band, weight, 0.0)
+            return torch.where((weight >= low) & (weight <= high), weight, 0.0)
         case Correction.kpop:
-            return torch.where(binary_kl(trainer_old, batch.rollout_logprobs) <= config.kpop_threshold, weight, 0.0)
+            return torch.where(binary_kl(trainer_old, batch.rollout_logprobs) <= high, weight, 0.0)
         case Correction.sequence_mask:
             mean = bounded_exp(sequence_mean(log_weight, batch))
-            in_band = (mean >= config.sequence_mask_low) & (mean <= config.sequence_mask_high)
+            in_band = (mean >= low) & (mean <= high)
             return in_band[batch.sequence].to(weight.dtype)
         case Correction.auto:
             raise ValueError("correction=auto must be resolved first; use RunConfig.correction")

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from app.config.algorithm import AlgorithmConfig
 from app.config.teacher import TeacherConfig
-from app.utils.dotted_path import resolve_own
+from app.utils.user_code import resolve
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,10 +93,13 @@ def dppo(batch: TokenBatch, ratio: Tensor, config: AlgorithmConfig) -> Terms:
     return Terms(torch.where(low | high, 0.0, ratio * advantage), low, high)
 
 
+SAPO_TAU = (1.0, 1.05)  # of positive and negative advantages, as in the paper (arXiv 2511.20347)
+
+
 def sapo(batch: TokenBatch, ratio: Tensor, config: AlgorithmConfig) -> Terms:
     """A smooth gate in place of a clip: the gradient fades with the distance from r = 1."""
     advantage = batch.token_advantages
-    positive, negative = ratio.new_tensor([config.sapo_tau_positive, config.sapo_tau_negative])
+    positive, negative = ratio.new_tensor(SAPO_TAU)
     tau = torch.where(advantage > 0, positive, negative)
     values = 4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantage
     nowhere = torch.zeros_like(ratio, dtype=torch.bool)
@@ -116,6 +119,6 @@ def objective_terms(batch: TokenBatch, ratio: Tensor, config: AlgorithmConfig) -
     if config.objective in BUILT_IN:
         return BUILT_IN[config.objective](batch, ratio, config)
 
-    values = resolve_own(config.objective)(batch, ratio)
+    values = resolve(config.objective)(batch, ratio)
     nowhere = torch.zeros_like(ratio, dtype=torch.bool)
     return Terms(values, nowhere, nowhere)

@@ -5,14 +5,15 @@ ratio = π / π_old; the policy gradient is multiplied by a weight made of w = �
 | old_policy | π_old                              | correction    | weight                                        |
 |------------|------------------------------------|---------------|-----------------------------------------------|
 | trainer    | the trainer's at the step's start  | none          | 1                                             |
-| trainer    |                                    | tis           | min(w, tis_max): decoupled PPO                |
-| trainer    |                                    | icepop        | w inside icepop_low … icepop_high, else 0     |
-| trainer    |                                    | kpop          | w where both binary KLs are small, else 0     |
+| trainer    |                                    | tis           | min(w, high): decoupled PPO                   |
+| trainer    |                                    | icepop        | w inside low … high, else 0                   |
+| trainer    |                                    | kpop          | w where no binary KL is above high, else 0    |
 | trainer    |                                    | sequence_mask | 1 where the sequence's w is in bounds, else 0 |
 | rollout    | the engine's                       | none          | 1: π_old is π_rollout                         |
 
-A sequence's w is the geometric mean of its tokens' w. The weight multiplies the policy term, neither the KL term nor
-the entropy bonus. With one update per step π_old is the current policy, detached, and needs no extra forward pass.
+low and high are `correction_low` and `correction_high`. A sequence's w is the geometric mean of its tokens' w. The
+weight multiplies the policy term, neither the KL term nor the entropy bonus. With one update per step π_old is the
+current policy, detached, and needs no extra forward pass.
 """
 
 from dataclasses import dataclass
@@ -72,15 +73,21 @@ class Correction(Enum):
     sequence_mask = "sequence_mask"
 
 
+CORRECTION_BOUNDS = {
+    Correction.tis: (0.0, 2.0),
+    Correction.icepop: (0.5, 5.0),
+    Correction.kpop: (0.0, 0.1),
+    Correction.sequence_mask: (0.99, 1.001),
+}
+
+
 @dataclass
 class AlgorithmConfig:
     """The policy-gradient algorithm: group sizes, advantages, loss and off-policy correction."""
 
     name: str = setting("grpo", "Name of the preset, shown in the console, the plan and the report.")
     group_size: int = setting(
-        8,
-        "Completions sampled per prompt; advantages compare them, so 1 needs algorithm.reward_coefficient=0.",
-        at_least=1,
+        8, "Completions per prompt, which advantages compare: 1 needs algorithm.reward_coefficient=0.", at_least=1
     )
     prompts_per_step: int = setting(32, "Prompts, and so groups, trained on in one step.", at_least=1)
     updates_per_step: int = setting(
@@ -94,7 +101,7 @@ class AlgorithmConfig:
     )
     normalize_by_std: bool = setting(
         True,
-        "With algorithm.advantage=grpo, divide by the standard deviation of the group's rewards; Dr. GRPO does not.",
+        "With algorithm.advantage=grpo, divide by the standard deviation of the rewards; Dr. GRPO does not.",
     )
     reward_coefficient: float = setting(
         1.0, "Weight of the advantages from rewards; 0 learns from the teacher alone.", at_least=0
@@ -106,29 +113,16 @@ class AlgorithmConfig:
         noun=f"one of {', '.join(OBJECTIVES)}, {OWN}.my_objective",
     )
     ratio: RatioLevel = setting(
-        RatioLevel.token,
-        "Importance ratio per token, or per sequence and length-normalized (GSPO).",
+        RatioLevel.token, "Importance ratio per token, or per sequence and length-normalized (GSPO)."
     )
     clip_low: float = setting(
-        0.2,
-        "Lower clip: the ratio is clamped to at least 1 - clip_low; with dppo, how far a probability may fall.",
-        at_least=0,
-        at_most=1,
+        0.2, "The ratio is clamped to at least 1 - clip_low; with dppo, a probability's fall.", at_least=0, at_most=1
     )
     clip_high: float = setting(
-        0.2,
-        "Upper clip: the ratio is clamped to at most 1 + clip_high, in DAPO 0.28; with dppo, how far a probability may "
-        "rise.",
-        at_least=0,
-        infinite=True,
+        0.2, "The ratio is clamped to at most 1 + clip_high, in DAPO 0.28; with dppo, a probability's rise.", at_least=0
     )
-    sapo_tau_positive: float = setting(1.0, "Steepness of SAPO's gate where the advantage is positive.", above=0)
-    sapo_tau_negative: float = setting(1.05, "Steepness of SAPO's gate where the advantage is negative.", above=0)
     dual_clip: float | None = setting(
-        None,
-        "Bound the loss of a negative advantage A by dual_clip · |A| (dual clip, arXiv 1912.09729); null disables it.",
-        above=1,
-        infinite=True,
+        None, "Bound the loss of a negative advantage A by dual_clip · |A| (arXiv 1912.09729); null does not.", above=1
     )
     aggregation: Aggregation = setting(
         Aggregation.seq_mean_token_mean,
@@ -143,49 +137,31 @@ class AlgorithmConfig:
     )
     kl_coefficient: float = setting(0.0, "Weight of the KL penalty in the loss.", at_least=0)
     entropy_coefficient: float = setting(0.0, "Weight of the entropy bonus in the loss.", at_least=0)
-    ce_coefficient: float = setting(
-        1.0, "Weight of the cross-entropy on the rows of data.demonstrations in the loss.", at_least=0
-    )
+    ce_coefficient: float = setting(1.0, "Weight of the cross-entropy on data.demonstrations in the loss.", at_least=0)
     demonstrations_per_step: int = setting(8, "Rows of data.demonstrations in each step.", at_least=1)
     old_policy: OldPolicy = setting(
         OldPolicy.trainer,
-        "Policy in the ratio's denominator: the trainer's log-probabilities at the start of the step, or the rollout "
-        "engine's.",
+        "Log-probabilities in the ratio's denominator: the trainer's at the step's start, or the engine's.",
     )
     correction: Correction = setting(
         Correction.auto,
         "Importance weight for the mismatch of trainer and rollout policy; auto is tis where staleness can be above 0 "
         "and the old policy is the trainer's, else none.",
     )
-    tis_max: float = setting(
-        2.0, "Upper bound of the truncated importance weight (correction=tis).", above=0, infinite=True
+    correction_low: float | None = setting(
+        None, "Lower bound of the importance weight; null is 0.5 for icepop, 0.99 for sequence_mask.", above=0
     )
-    icepop_low: float = setting(0.5, "Token weights below this are set to 0 (correction=icepop).", above=0)
-    icepop_high: float = setting(
-        5.0, "Token weights above this are set to 0 (correction=icepop).", above=0, infinite=True
-    )
-    kpop_threshold: float = setting(
-        0.1,
-        "Weights of tokens whose binary KL, in either direction, is above this are set to 0 (correction=kpop).",
+    correction_high: float | None = setting(
+        None,
+        "Upper bound of the importance weight, for kpop of the binary KL; null is 2 for tis, 5 for icepop, 0.1 for "
+        "kpop, 1.001 for sequence_mask.",
         above=0,
-        infinite=True,
-    )
-    sequence_mask_low: float = setting(
-        0.99, "Sequences whose mean weight is below this are masked (correction=sequence_mask).", above=0
-    )
-    sequence_mask_high: float = setting(
-        1.001,
-        "Sequences whose mean weight is above this are masked (correction=sequence_mask).",
-        above=0,
-        infinite=True,
     )
     overlong_buffer_fraction: float = setting(
         0.0,
-        "Share of rollout.max_completion_tokens before the limit over which a length penalty grows (DAPO); "
-        "0 disables it.",
+        "Share of rollout.max_completion_tokens before the limit over which a length penalty grows (DAPO).",
         at_least=0,
         at_most=1,
-        noun="a fraction",
     )
     overlong_penalty: float = setting(1.0, "Reward deducted from a completion that reaches the limit.", at_least=0)
     mask_truncated: bool = setting(False, "Give truncated completions no gradient.")
@@ -193,10 +169,7 @@ class AlgorithmConfig:
         False, "Drop groups whose raw rewards are all equal, and sample other prompts instead (DAPO)."
     )
     max_refill_rounds: int = setting(
-        10,
-        "Rounds that replace filtered groups, and those that environments left too small; the step then trains on "
-        "the groups it has.",
-        at_least=1,
+        10, "Rounds that replace dropped groups; the step then trains on the groups it has.", at_least=1
     )
 
     @property
@@ -219,6 +192,14 @@ class AlgorithmConfig:
         """Trajectories of one step."""
         return self.prompts_per_step * self.group_size
 
+    def correction_bounds(self, correction: Correction) -> tuple[float, float]:
+        """Return the bounds of a correction; those that are not set are the published ones."""
+        low, high = CORRECTION_BOUNDS.get(correction, CORRECTION_BOUNDS[Correction.tis])
+        return (
+            low if self.correction_low is None else self.correction_low,
+            high if self.correction_high is None else self.correction_high,
+        )
+
     @property
     def needs_old_logprobs(self) -> bool:
         """Whether a step begins with an extra forward pass; with one update π_old is the current policy, detached."""
@@ -240,51 +221,33 @@ class AlgorithmConfig:
 
     def validate(self) -> None:
         """Raise `ConfigError` for settings that contradict each other."""
-        divides = self.prompts_per_step % self.updates_per_step == 0
-        accepted = f"a divisor of algorithm.prompts_per_step={self.prompts_per_step}"
-        expect(divides, "algorithm.updates_per_step", self.updates_per_step, accepted)
-
-        accepted = "a whole number of at least 2, or algorithm.reward_coefficient=0"
-        expect(self.group_size >= self.smallest_group, "algorithm.group_size", self.group_size, accepted)
-
-        rewarded = self.reward_coefficient > 0 or not self.dynamic_sampling
-        accepted = "false with algorithm.reward_coefficient=0, since it compares rewards"
-        expect(rewarded, "algorithm.dynamic_sampling", self.dynamic_sampling, accepted)
-
-        self._validate_functions()
-
-        estimated = self.needs_reference or self.kl_coefficient == 0
-        accepted = "0, or an estimator with algorithm.kl=k2 or k3"
-        expect(estimated, "algorithm.kl_coefficient", self.kl_coefficient, accepted)
-
-        low, high = self.icepop_low, self.icepop_high
-        expect(low < high, "algorithm.icepop_low", low, f"a number between 0 and algorithm.icepop_high={high}")
-
-        low, high = self.sequence_mask_low, self.sequence_mask_high
-        accepted = f"a number between 0 and algorithm.sequence_mask_high={high}"
-        expect(low < high, "algorithm.sequence_mask_low", low, accepted)
-
-        expect(
-            self.old_policy is OldPolicy.trainer or self.correction in (Correction.auto, Correction.none),
-            "algorithm.correction",
-            self.correction,
-            "none with algorithm.old_policy=rollout, whose ratio is already taken against the rollout policy",
-        )
-
-    def _validate_functions(self) -> None:
         for key, built_in in (("advantage", ADVANTAGES), ("objective", OBJECTIVES)):
             value = getattr(self, key)
             known = value in built_in or is_dotted_path(value)
             expect(known, f"algorithm.{key}", value, f"one of {', '.join(built_in)}, {OWN}.my_{key}")
 
-        expect(
-            self.objective != "dppo" or (self.old_policy is OldPolicy.rollout and self.ratio is RatioLevel.token),
-            "algorithm.objective",
-            self.objective,
-            "another one, or algorithm.old_policy=rollout with algorithm.ratio=token: DPPO compares a token's "
-            "probability with the rollout's",
-        )
-
+        divides = self.prompts_per_step % self.updates_per_step == 0
+        accepted = f"a divisor of algorithm.prompts_per_step={self.prompts_per_step}"
+        expect(divides, "algorithm.updates_per_step", self.updates_per_step, accepted)
+        accepted = "a whole number of at least 2, or algorithm.reward_coefficient=0"
+        expect(self.group_size >= self.smallest_group, "algorithm.group_size", self.group_size, accepted)
+        rewarded = self.reward_coefficient > 0 or not self.dynamic_sampling
+        accepted = "false with algorithm.reward_coefficient=0, since it compares rewards"
+        expect(rewarded, "algorithm.dynamic_sampling", self.dynamic_sampling, accepted)
         fraction = self.overlong_buffer_fraction
         accepted = "0 with algorithm.advantage=maxrl, whose rewards must not be negative"
         expect(self.advantage != "maxrl" or fraction == 0, "algorithm.overlong_buffer_fraction", fraction, accepted)
+
+        estimated = self.needs_reference or self.kl_coefficient == 0
+        accepted = "0, or an estimator with algorithm.kl=k2 or k3"
+        expect(estimated, "algorithm.kl_coefficient", self.kl_coefficient, accepted)
+        compares = self.old_policy is OldPolicy.rollout and self.ratio is RatioLevel.token
+        accepted = "another one, or old_policy=rollout with ratio=token: DPPO compares with the engine's probabilities"
+        expect(self.objective != "dppo" or compares, "algorithm.objective", self.objective, accepted)
+
+        low, high = self.correction_bounds(self.correction)
+        expect(low < high, "algorithm.correction_low", low, f"a number below algorithm.correction_high={high:g}")
+        uncorrected = self.correction in (Correction.auto, Correction.none)
+        accepted = "none with algorithm.old_policy=rollout, whose ratio already divides by the rollout policy"
+        trainers = self.old_policy is OldPolicy.trainer
+        expect(trainers or uncorrected, "algorithm.correction", self.correction, accepted)

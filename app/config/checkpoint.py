@@ -9,20 +9,9 @@ from app.config.setting import SECONDS, setting
 class CheckpointConfig:
     """What is kept of a run: its last step, on request steps before, the best one, and the exported model."""
 
-    every: int = setting(
-        0,
-        "Steps between checkpoints; 0 saves only the last step, of an interrupted run too, and the best one.",
-        at_least=0,
-    )
-    keep: int = setting(
-        2,
-        "Newest checkpoints kept, and one more on disk while a checkpoint is being written; 0 writes no checkpoint.",
-        at_least=0,
-    )
-    keep_best: bool = setting(
-        True,
-        "Also keep the checkpoint with the highest eval/accuracy; an evaluation that is the best so far saves one.",
-    )
+    every: int = setting(0, "Steps between checkpoints; 0 saves only the last step and the best one.", at_least=0)
+    keep: int = setting(2, "Newest checkpoints kept, beside one being written; 0 writes no checkpoint.", at_least=0)
+    keep_best: bool = setting(True, "Also save and keep the checkpoint with the highest eval/accuracy.")
     grace_s: float = setting(
         25.0, "Time for a last checkpoint after a signal or a failure, beside two microbatches.", above=0, noun=SECONDS
     )

@@ -6,7 +6,6 @@ import glob
 import os
 import re
 from collections.abc import Mapping, Sequence
-from enum import Enum
 from functools import cache
 from typing import Any
 
@@ -130,27 +129,6 @@ def absolute_paths(settings: Any, name: str = "") -> Any:
         return settings
     path = os.path.expanduser(settings)
     return os.path.abspath(path) if os.path.exists(path) or glob.has_magic(path) else settings  # the id of a hub
-
-
-def replaced_settings(composed: DictConfig) -> str | None:
-    """Return a sentence on the settings of the algorithm preset that the presets of a later group replaced, if any."""
-    choice = composed.hydra.runtime.choices.algorithm
-    given = [override.lstrip("+~").split("=", 1)[0] for override in composed.hydra.overrides.task]
-
-    replaced = []
-    for name, value in own_data.preset(composed, "algorithm", choice)[-1].items():
-        key = f"algorithm.{name}"
-        final = OmegaConf.select(composed, key)
-        final = final.name if isinstance(final, Enum) else final
-        if final != value and key not in given:
-            replaced.append(f"{key}={value} by {final}")
-
-    if not replaced:
-        return None
-    return (
-        f"presets of models and experiments replace settings of algorithm={choice}: {', '.join(replaced)}; "
-        "settings on the command line win."
-    )
 
 
 def setting_names() -> list[str]:

@@ -39,8 +39,4 @@ class DeviceConfig:
         above=0,
         noun="a number of GiB",
     )
-    engine_args: dict[str, Any] = setting(
-        {},
-        "SGLang server flags for this device, without the dashes.",
-        noun="entries as in +device.engine_args.chunked-prefill-size=8192",
-    )
+    engine_args: dict[str, Any] = setting({}, "SGLang server flags for this device, without the dashes.")

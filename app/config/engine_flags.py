@@ -1,30 +1,19 @@
-"""Which flags of SGLang's server are accepted in `rollout.engine_args` and `device.engine_args`.
+"""Flags of SGLang that `*.engine_args` must not have: training would be wrong, or a setting decides them.
 
-A flag is refused if training with it would be wrong, or if the installed SGLang does not have it. Its flags are read
-from its source, since importing it takes seconds.
+SGLang refuses unknown flags when an engine starts. Its parser completes abbreviations, so those of a refused flag are
+refused as well.
 """
 
-import ast
-import re
-from collections.abc import Iterator, Mapping
-from functools import cache
-from importlib.util import find_spec
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 from app.config.device import DeviceKind
 from app.errors import expect
 
-DECLARED = ("server_args.py", "arg_groups/fields/*.py")  # below sglang/srt
 CONTEXT_FLAG = "context-length"  # in tokens, in place of the model's own
-FLAG = re.compile(r"--[a-z][\w-]*")
-NUMBERS = {"int": int, "float": float}
-
-
-SEED_42 = "null: a request without a seed of its own then samples with seed 42, so a group is one completion repeated"
+SEED_42 = "null: a request without a seed then samples with seed 42, so a group is one completion repeated"
 REFUSED = {  # with what is accepted, and why; sources: SGLang 0.5.23
-    "preferred-sampling-params": "rollout.temperature and rollout.max_completion_tokens: other sampling parameters "
-    "would train on log-probabilities that are not those of the sampled tokens",
+    "preferred-sampling-params": "rollout.temperature: others change log-probabilities, but not those reported",
     "enable-deterministic-inference": SEED_42,  # sampling/sampling_batch_info.py: sampling_seed
     "rl-on-policy-target": SEED_42,
     # layers/quantization/fp8.py: a processed weight has no loader
@@ -44,10 +33,8 @@ OWNED = {  # by settings that the rest of the run follows
     "api-key": "null: each server gets a key of its own",
 }
 REFUSED_ON_CPU = {  # speculative/eagle_utils.py: _verify_uses_greedy
-    "speculative-algorithm": "null on a CPU: there SGLang accepts the most likely token whatever the temperature, so "
-    "nothing is explored",
+    "speculative-algorithm": "null on a CPU: there SGLang accepts the likeliest token at every temperature",
 }
-
 # managers/schedule_batch.py: is_prefill_only
 REFUSED_TO_SCORE = {"speculative-algorithm": "null: a teacher samples nothing"}
 
@@ -63,61 +50,10 @@ def check_engine_flags(key: str, flags: Mapping[str, Any], device: DeviceKind, *
     refused = REFUSED_TO_SCORE if scores else REFUSED | (REFUSED_ON_CPU if device is DeviceKind.cpu else {})
     refused = refused | OWNED
     for name, value in flags.items():
-        known = known_flags()
-        shown = f"{key}.{name}"
-        expect(not known or name in known, shown, value, "a flag of the installed SGLang, without its dashes")
         if value is None or value is False:
             continue
 
-        expect(name not in refused, shown, value, refused.get(name, ""))
-        number = known.get(name, "int" if name == CONTEXT_FLAG else "")
-        if number:
-            expect(_is_number(value, number), shown, value, "a whole number" if number == "int" else "a number")
-
-
-@cache
-def known_flags() -> Mapping[str, str]:
-    """The flags of the installed SGLang: by name the type of those that take a number, else ''. Empty without SGLang.
-
-    >>> known_flags()["context-length"], known_flags()["attention-backend"]
-    ('int', '')
-    """
-    package = find_spec("sglang")
-    folders = package.submodule_search_locations if package else None
-    if not folders:
-        return {}
-
-    found: dict[str, str] = {}
-    root = Path(next(iter(folders))) / "srt"
-    for pattern in DECLARED:
-        for file in root.glob(pattern):
-            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-                found.update(_declared(node))
-    return found
-
-
-def _declared(node: ast.AST) -> Iterator[tuple[str, str]]:
-    """Yield the flag of a field such as `page_size: A[Optional[int], "help"] = None`, and spelled-out flags."""
-    if isinstance(node, ast.Constant) and isinstance(node.value, str) and FLAG.fullmatch(node.value):
-        yield node.value.removeprefix("--"), ""
-
-    if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-        declared = ast.unparse(node.annotation)
-        if not declared.startswith("A[") or "no_cli=True" in declared or "cli_name=" in declared:
-            return  # a name of its own is spelled out
-
-        name = node.target.id.replace("_", "-")
-        number = re.match(r"A\[(?:Optional\[)?(int|float)\b(?!.*(?:type_parser=(?!human)|nargs=))", declared, re.DOTALL)
-        yield name, number[1] if number else ""
-        if "BooleanOptionalAction" in declared:
-            yield f"no-{name}", ""
-
-
-def _is_number(value: object, kind: str) -> bool:
-    if isinstance(value, bool):
-        return False
-    try:
-        NUMBERS[kind](str(value))
-    except ValueError:
-        return False
-    return True
+        flag = next((each for each in sorted(refused) if each.startswith(name)), None)
+        expect(flag is None, f"{key}.{name}", value, refused.get(flag or "", ""))
+        is_number = name != CONTEXT_FLAG or str(value).isdecimal()
+        expect(is_number, f"{key}.{name}", value, "a whole number")

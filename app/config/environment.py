@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from app.config.setting import SECONDS, is_dotted_path, setting
+from app.config.setting import PATH, SECONDS, check_path, is_dotted_path, setting
 from app.errors import expect
 
 
@@ -37,36 +37,26 @@ class EnvironmentConfig:
     _target_: str | None = setting(
         None,
         "Dotted path of your own environment: a class with begin and step, or with run.",
-        noun="a path such as my_package.my_module.MyEnvironment",
+        noun=PATH,
     )
     args: dict[str, Any] = setting(
         {},
         "Keyword arguments of environment._target_ or of the verifiers environment; what each reset of openenv gets.",
-        noun="entries as in +environment.args.difficulty=2",
     )
     tools: list[str] = setting(
         [],
         "With environment=tools: dotted paths of functions, or of classes whose public methods are tools.",
         noun="a list of paths as in [my_tools.search,my_tools.Python]",
     )
-    id: str | None = setting(
-        None, "With environment=verifiers: the package of the environment.", noun="the name of a package"
-    )
-    url: str | None = setting(
-        None, "With environment=openenv: the server.", noun="an address such as ws://localhost:8000"
-    )
+    id: str | None = setting(None, "With environment=verifiers: the environment.", noun="the name of a package")
+    url: str | None = setting(None, "With environment=openenv: the server.", noun="an address as ws://localhost:8000")
     max_turns: int = setting(8, "Most completions of the policy in an episode.", at_least=1)
     max_turn_tokens: int | None = setting(
-        None,
-        "Most tokens of one completion; null: what is left of rollout.max_completion_tokens, which is the limit of a "
-        "whole trajectory after its prompt, observations included.",
-        at_least=1,
+        None, "Most tokens of one completion; null: what a trajectory has left of max_completion_tokens.", at_least=1
     )
     max_observation_tokens: int = setting(2048, "A longer observation is cut in the middle, with a note.", at_least=16)
     thinking: Thinking = setting(
-        Thinking.template,
-        "Earlier reasoning at the next user message: template does what the chat template does, which strips it and so "
-        "begins a new sequence; keep keeps it.",
+        Thinking.template, "Earlier reasoning at a user message: as the chat template, which strips it; or kept."
     )
     workers: int = setting(1, "Processes that run environments.", at_least=1)
     episodes: int = setting(64, "Episodes that one of these processes plays at once.", at_least=1)
@@ -74,19 +64,11 @@ class EnvironmentConfig:
         60.0, "Deadline of one step of the environment; a tool that is late is an observation.", above=0, noun=SECONDS
     )
     episode_s: float = setting(
-        1800.0,
-        "Most time of an episode, without the time in which it waits for the policy; then it ends as it is.",
-        above=0,
-        noun=SECONDS,
+        1800.0, "Time after which an episode ends as it is, without waits for the policy.", above=0, noun=SECONDS
     )
-    retries: int = setting(
-        1, "New attempts of an episode whose environment failed; then it is left out of its group.", at_least=0
-    )
+    retries: int = setting(1, "New attempts of a failed episode; then it is left out of its group.", at_least=0)
     max_failed_fraction: float = setting(
-        0.1,
-        "Share of a step's episodes that may fail in every attempt; above it the run ends with the reason.",
-        at_least=0,
-        at_most=1,
+        0.1, "Share of a step's episodes that may fail in every attempt; above it the run ends.", at_least=0, at_most=1
     )
     python: str | None = setting(
         None,
@@ -120,11 +102,9 @@ class EnvironmentConfig:
         target = self._target_
         alone = target is None or self.kind is EnvironmentKind.single_turn
         expect(alone, "environment._target_", target, f"null with environment={self.kind.value}")
-        accepted = "a path such as my_package.my_module.MyEnvironment"
-        expect(target is None or is_dotted_path(target), "environment._target_", target, accepted)
+        check_path("environment._target_", target)
         takes_args = self.module in ("own", "verifiers", "openenv")
-        without = "{} without environment._target_, environment=verifiers or environment=openenv"
-        expect(takes_args or not self.args, "environment.args", self.args, without)
+        expect(takes_args or not self.args, "environment.args", self.args, f"{{}} with {self.choice}")
         self._only_with(EnvironmentKind.tools, "tools", self.tools, "[my_tools.search]")
         self._only_with(EnvironmentKind.verifiers, "id", self.id, "the package of the environment")
         self._only_with(EnvironmentKind.openenv, "url", self.url, "an address such as ws://localhost:8000")

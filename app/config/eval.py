@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from app.config.setting import TEXTS, setting
+from app.config.setting import setting
 from app.errors import expect
 
 
@@ -15,18 +15,9 @@ class EvalConfig:
     samples: int = setting(1, "Completions per prompt.", at_least=1)
     temperature: float = setting(0.0, "Sampling temperature of evaluations; 0 is greedy.", at_least=0)
     top_p: float = setting(1.0, "Nucleus sampling threshold of evaluations.", above=0, at_most=1)
-    top_k: int | None = setting(
-        None, "Evaluations sample from this many of the likeliest tokens; null is all.", at_least=1
-    )
-    min_p: float = setting(
-        0.0, "Evaluations sample no token less likely than this share of the likeliest one.", at_least=0, at_most=1
-    )
-    stop: list[str] | None = setting(
-        None, "Texts that end a completion of an evaluation; null is rollout.stop.", noun=TEXTS
-    )
+    top_k: int | None = setting(None, "Sample from this many of the likeliest tokens; null is all.", at_least=1)
 
     def validate(self) -> None:
-        """Raise `ConfigError` for an empty stop string, and for several samples that would all be the same."""
-        expect("" not in (self.stop or ()), "eval.stop", self.stop, f"{TEXTS}, none of them empty")
+        """Raise `ConfigError` for several samples that would all be the same."""
         accepted = "1 with eval.temperature=0, since greedy samples are all the same"
         expect(self.samples == 1 or self.temperature > 0, "eval.samples", self.samples, accepted)

@@ -40,25 +40,19 @@ def answer(key: str, value: str = VALUE) -> str | None:
     ('write algorithm.aggregation=token_mean', 'write algorithm.prompts_per_step=<64/algorithm.group_size>')
     """
     words = key.replace("-", "_").split(".")
-    candidates = (
-        name
-        for start in range(len(words))
-        for name in (
-            ".".join(words[start:]),
-            *(f"{'.'.join(words[start:end])}.*" for end in range(start + 1, len(words))),
-        )
-    )
-    found = next((entries()[name] for name in candidates if name in entries()), None)
-    if found is None:
-        return None
-    if "because" in found:
-        return str(found["because"])
-    if "values" in found:
-        value = found["values"].get(value.lower(), VALUE)
+    for start in range(len(words)):
+        parents = [f"{'.'.join(words[start:end])}.*" for end in range(start + 1, len(words))]
+        for name in (".".join(words[start:]), *parents):
+            if name in entries():
+                return _advice(entries()[name], value)
+    return None
 
-    def filled(match: re.Match[str]) -> str:
-        """Return the value, or the value in an expression that the reader computes: <8/algorithm.group_size>."""
-        inner = match[1].replace(VALUE[1:-1], value) if value != VALUE else match[1]
-        return value if match[0] == VALUE else f"<{inner}>"
 
-    return f"write {re.sub('<([^<>]*)>', filled, found['write'])}"
+def _advice(entry: dict[str, Any], value: str) -> str:
+    if "because" in entry:
+        return str(entry["because"])
+    if "values" in entry:
+        value = entry["values"].get(value.lower(), VALUE)
+    # a value may stand in an expression that the reader computes: <value/algorithm.group_size>
+    written = re.sub(r"\bvalue\b", lambda _: value.strip("<>"), entry["write"])
+    return f"write {written.replace(f'<{value}>', value)}"

@@ -24,13 +24,11 @@ class LoraConfig:
     alpha: float = setting(32.0, "An adapter adds alpha / rank times the product of its two matrices.", above=0)
     targets: list[str] = setting(
         [ALL_LINEAR],
-        "Names of the linear layers that get an adapter, such as q_proj; all is every one of the decoder's, except the "
-        "decays of linear attention.",
+        "Linear layers with an adapter, such as q_proj; all: of the decoder, but no decays of linear attention.",
     )
     path: str | None = setting(
         None,
-        "Directory of a LoRA adapter of PEFT that training continues, which sets rank, alpha and targets; "
-        "mode=export with it merges it into the model instead; null starts as the model itself.",
+        "PEFT adapter that training continues, with its rank, alpha and targets; mode=export merges it instead.",
         noun="a directory with adapter_config.json",
     )
 
@@ -54,10 +52,7 @@ class LoraConfig:
 class ModelConfig:
     """The model that is trained."""
 
-    name: str = setting(
-        "custom",
-        "Name of the preset, or with model=hf of the model, shown in the console, the plan and the report.",
-    )
+    name: str = setting("custom", "Name of the preset, or of the model with model=hf, shown in the report.")
     path: str | None = setting(
         TINY_PRESETS["tiny"],
         "Hugging Face model directory or hub id; or tiny, tiny_qwen35 or tiny_tools, the models of these presets, "
@@ -68,8 +63,7 @@ class ModelConfig:
     trust_remote_code: bool = setting(False, "Run model code that ships with the checkpoint.")
     chat_template: str | None = setting(
         None,
-        "File with a Jinja chat template in place of the model's own: for prompts of data.template=chat, for "
-        "conversations and evaluations, and in exports.",
+        "Chat template in place of the model's own: for prompts of data.template=chat, conversations and exports.",
         noun="a file with a Jinja template",
     )
     lora: LoraConfig = field(default_factory=LoraConfig)
@@ -85,16 +79,16 @@ class ModelConfig:
         self.lora.validate()
 
         path = self.path or ""
-        expect(path != "", "model.path", self.path, "a Hugging Face model directory or a hub id")
         is_directory = self.local.is_dir()
-        if path.startswith((".", "/", "~")):
-            expect(is_directory, "model.path", path, "an existing directory of the Hugging Face form, or a hub id")
-
-        if self.chat_template is not None:
-            is_file = Path(self.chat_template).expanduser().is_file()
-            expect(
-                is_file, "model.chat_template", self.chat_template, "an existing file with a Jinja template, or null"
-            )
-
-        on_hub = not is_directory
-        expect(self.revision is None or on_hub, "model.revision", self.revision, "null, or a hub id as model.path")
+        local = path.startswith((".", "/", "~"))
+        accepted = "an existing Hugging Face model directory or a hub id"
+        expect(path != "" and (is_directory or not local), "model.path", self.path, accepted)
+        expect(
+            self.revision is None or not is_directory,
+            "model.revision",
+            self.revision,
+            "null, or a hub id as model.path",
+        )
+        template = self.chat_template
+        is_file = template is None or Path(template).expanduser().is_file()
+        expect(is_file, "model.chat_template", template, "an existing file with a Jinja template, or null")

@@ -48,5 +48,5 @@ def take_settings(composed: DictConfig) -> None:
     ours: Any = OmegaConf.to_container(lora)
     for name, value in taken.items():
         same = f"model.lora.{name}" not in given or ours[name] == value
-        expect(same, f"model.lora.{name}", ours[name], f"{value}, which model.lora.path has, or leave it out")
+        expect(same, f"model.lora.{name}", ours[name], f"{value}, as model.lora.path has")
         lora[name] = value

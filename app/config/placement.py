@@ -28,9 +28,7 @@ class PlacementConfig:
     """The schedule, its devices, and how stale a trajectory may get."""
 
     kind: PlacementKind = setting(
-        PlacementKind.colocate,
-        "In colocate trainer and engines alternate on the same devices; in fully_async they run concurrently on "
-        "separate devices.",
+        PlacementKind.colocate, "Trainer and engines alternate on shared devices, or run concurrently on their own."
     )
     devices: int = setting(1, "Devices shared by trainer ranks and engines (colocate).", at_least=1)
     trainer_devices: int = setting(1, "Devices of the trainer, one rank each (fully_async).", at_least=1)
@@ -44,9 +42,7 @@ class PlacementConfig:
         "cache, in_place continues them on the old one.",
     )
     stream: Stream = setting(
-        Stream.auto,
-        "on trains on groups as they arrive, off waits for all groups of a step; auto is on in fully_async with one "
-        "update per step.",
+        Stream.auto, "Train on groups as they arrive; auto is on in fully_async with one update per step."
     )
 
     @property
@@ -62,9 +58,8 @@ class PlacementConfig:
     def validate(self) -> None:
         """Raise `ConfigError` for staleness or requests in flight that the placement cannot have."""
         fresh = self.max_staleness == 0
-        accepted = "0 with placement=colocate, which is always on-policy"
         possible = fresh or self.kind is not PlacementKind.colocate
+        accepted = "0 with placement=colocate, which is always on-policy"
         expect(possible, "placement.max_staleness", self.max_staleness, accepted)
-
-        accepted = "drain with placement.max_staleness=0, which allows no completion to continue across a weight sync"
+        accepted = "drain with placement.max_staleness=0: no completion may continue across a weight sync"
         expect(self.in_flight is InFlight.drain or not fresh, "placement.in_flight", self.in_flight, accepted)

@@ -14,9 +14,6 @@ class RecoveryConfig:
     )
     max_engine_failures: int = setting(
         5,
-        "Failures in a row of an engine, and attempts of one prompt lost to engines, before the run fails.",
+        "Failures in a row of an engine, and failed attempts of one prompt, before the run fails.",
         at_least=0,
-    )
-    max_prompt_retries: int = setting(
-        2, "Retries of a prompt that an engine refuses or aborts by itself before the run fails.", at_least=0
     )

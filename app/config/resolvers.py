@@ -1,20 +1,18 @@
 """OmegaConf resolvers of `conf/`: the settings in `--help`, names of models and output folders, learning rates."""
 
 import inspect
-import json
 import re
 import secrets
 import textwrap
-from collections.abc import Iterator
-from enum import Enum
 from pathlib import Path
 
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from app.config.command_line import command_name
 from app.config.model import HF_PRESET, LORA_RATE
 from app.config.run import Mode, RunConfig
-from app.config.setting import Setting, settings
+from app.config.setting import settings
+from app.errors import yaml_text
 
 WIDTH = 100  # columns
 VALUE_WIDTH = 44  # columns of "key = value"
@@ -39,37 +37,19 @@ def render(composed: DictConfig, section: str | None = None) -> str:
     for each in settings(RunConfig):
         if section and each.key != section and not each.key.startswith(f"{section}."):
             continue
-
         if each.section is not previous:
             prefix = each.key.rpartition(".")[0] or "run"
-            summary = (inspect.getdoc(each.section) or "").partition("\n")[0]
-            lines += ["", f"{prefix}: {summary}"]
+            lines += ["", f"{prefix}: {(inspect.getdoc(each.section) or '').splitlines()[0]}"]
             previous = each.section
-        lines += _entry(each, composed)
+
+        value = OmegaConf.select(composed, each.key, default=each.default)
+        if OmegaConf.is_config(value):
+            value = OmegaConf.to_container(value, resolve=True)
+        shown = yaml_text(value) or "''"
+        lines.append(f"  {f'{each.key} = {shown}':<{VALUE_WIDTH}}  {each.accepted}")
+        lines += textwrap.wrap(each.help, WIDTH, initial_indent=INDENT, subsequent_indent=INDENT)
 
     return "\n".join(lines).strip("\n")
-
-
-def _entry(setting: Setting, composed: DictConfig) -> Iterator[str]:
-    """The lines of one setting: value and accepted values, then the meaning."""
-    value = OmegaConf.select(composed, setting.key, default=setting.default)
-    yield f"  {f'{setting.key} = {_shown(value)}':<{VALUE_WIDTH}}  {setting.accepted}"
-    yield from textwrap.wrap(setting.help, WIDTH, initial_indent=INDENT, subsequent_indent=INDENT)
-
-
-def _shown(value: object) -> str:
-    """Render a value as the command line takes it.
-
-    >>> [_shown(each) for each in (None, True, 0.5, "", "a b", {"x": 1})]
-    ['null', 'true', '0.5', "''", 'a b', '{"x": 1}']
-    """
-    if isinstance(value, DictConfig | ListConfig):
-        value = OmegaConf.to_container(value, resolve=True, enum_to_str=True)
-    if isinstance(value, Enum):
-        return value.name
-    if isinstance(value, str):
-        return value or "''"
-    return json.dumps(value, ensure_ascii=False)
 
 
 def register() -> None:

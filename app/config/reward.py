@@ -5,12 +5,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from app.config.setting import SECONDS, is_dotted_path, setting
+from app.config.setting import PATH, SECONDS, check_path, setting
 from app.errors import expect
 
 BUILT_IN = ("exact", "format", "math", "code", "environment")  # each is a module of `app.reward`
 COMPARING = ("exact", "math")  # with the answer of the row
-TARGET = "the dotted path of a function or class, such as my_package.my_module.my_reward"
 ENTRY_KEYS = ("weight", "_target_", "args")
 CODE = "code"  # the built-in component with arguments
 
@@ -44,15 +43,13 @@ class RewardConfig:
 
     _target_: str | None = setting(
         None,
-        "Dotted path of your own reward function or class, which replaces the preset's component; to add one, see "
-        "reward.components.",
-        noun="a path such as my_package.my_module.my_reward",
+        "Dotted path of your own reward, in place of the preset's component; to add one, see reward.components.",
+        noun=PATH,
     )
     args: dict[str, Any] = setting(
         {},
-        "Keyword arguments of reward._target_; with reward=code partial (score the share of the tests) and "
-        "memory_mib (512).",
-        noun="entries as in +reward.args.scale=0.5",
+        "Keyword arguments of reward._target_; with reward=code partial (score the share of the tests), sandbox (auto, "
+        "namespaces or process) and memory_mib (512).",
     )
     components: dict[str, Any] = setting(
         {},
@@ -63,29 +60,24 @@ class RewardConfig:
     )
     workers: int = setting(
         1,
-        "Worker processes of each component (exact and format need none); each scores one group at a time, so raise it "
-        "where the reward is slower than the generation.",
+        "Worker processes of each component but exact and format; each scores one group at a time.",
         at_least=1,
     )
     timeout_s: float = setting(
         60.0,
-        "Deadline per trajectory (the built-in math has at most 5 s); a call that scores several has their sum, and is "
-        "repeated for each trajectory alone when it exceeds that; a trajectory that exceeds the deadline alone has "
-        "reward 0.",
+        "Deadline per trajectory, for math at most 5 s; a late group is scored again one by one, and "
+        "what is late alone has reward 0.",
         above=0,
         noun=SECONDS,
     )
     max_failed_fraction: float = setting(
         0.2,
-        "Share of a step's trajectories whose scoring may fail (an exception, a timeout, no finite number): they score "
-        "0 and are trained on, with a warning; above this share the run stops.",
+        "Share of a step's trajectories whose scoring may fail, with reward 0; above it the run stops.",
         at_least=0,
         at_most=1,
     )
     tryout: bool = setting(
-        True,
-        "Try your own rewards on made-up completions of a few rows before anything starts; false only loads them, for "
-        "a reward that needs a service which is up later.",
+        True, "Try your own rewards on made-up completions of a few rows before anything starts; false only loads them."
     )
 
     @property
@@ -117,29 +109,22 @@ class RewardConfig:
     def validate(self) -> None:
         """Raise `ConfigError` for unknown components, a malformed path, or arguments without a callable."""
         target = self._target_
-        accepted = "at least one component with its weight"
-        expect(target is not None or bool(self.components), "reward.components", "{}", accepted)
+        expect(target is not None or bool(self.components), "reward.components", "{}", "at least one component")
         for name, entry in self.components.items():
             _check_entry(f"reward.components.{name}", name, entry)
 
-        _check_target("reward._target_", target)
+        check_path("reward._target_", target)
         if target is None and CODE in self.components:
             _check_code(self.args)
         else:
             expect(target is not None or not self.args, "reward.args", self.args, "{} without reward._target_")
-        self._check_replaced()
 
-    def _check_replaced(self) -> None:
-        """Refuse components beside `_target_`, which would be ignored. One of a preset is meant to be replaced."""
-        if self._target_ is None:
-            return
-        only_preset = len(self.components) <= 1 and not any(isinstance(each, dict) for each in self.components.values())
-        name = self._target_.rpartition(".")[2]
-        accepted = (
-            f"+reward.components.{name}._target_={self._target_} to add it to {', '.join(self.components)}; "
-            "reward._target_ alone replaces a preset's component"
-        )
-        expect(only_preset, "reward._target_", self._target_, accepted)
+        # one component of a preset is meant to be replaced
+        if target is not None and (
+            len(self.components) > 1 or any(isinstance(each, dict) for each in self.components.values())
+        ):
+            name = target.rpartition(".")[2]
+            expect(False, "reward._target_", target, f"+reward.components.{name}._target_={target} to add it")
 
 
 def _term(entry: Any) -> RewardTerm:
@@ -150,27 +135,20 @@ def _term(entry: Any) -> RewardTerm:
 
 def _check_entry(key: str, name: str, entry: Any) -> None:
     """Raise `ConfigError` unless `entry` is a weight or a mapping of weight, _target_ and args."""
-    if isinstance(entry, str) and "." in entry:
-        expect(False, key, entry, f"+{key}._target_={entry}")
     if not isinstance(entry, dict):
         entry = {"weight": entry}
-
     for word, value in entry.items():
-        expect(
-            word in ENTRY_KEYS, f"{key}.{word}", value, f"weight, _target_ or args, as in +{key}.args.{word}={value}"
-        )
+        example = f"weight, _target_ or args, as in +{key}.args.{word}={value}"
+        expect(word in ENTRY_KEYS, f"{key}.{word}", value, example)
 
-    weight = entry.get("weight", 1.0)
-    number = isinstance(weight, int | float) and not isinstance(weight, bool) and math.isfinite(weight)
-    target = entry.get("_target_")
+    weight, target, args = entry.get("weight", 1.0), entry.get("_target_"), entry.get("args") or {}
     if target is None:
         accepted = f"weights of {', '.join(BUILT_IN)}, or your own as +{key}._target_=my_module.{name}"
         expect(name in BUILT_IN, key, weight, accepted)
+    number = isinstance(weight, int | float) and not isinstance(weight, bool) and math.isfinite(weight)
     expect(number, key, weight, "a finite weight")
     expect(target is None or name not in BUILT_IN, f"{key}._target_", target, f"another name: {name} is built in")
-    _check_target(f"{key}._target_", target)
-
-    args = entry.get("args") or {}
+    check_path(f"{key}._target_", target)
     expect(isinstance(args, dict), f"{key}.args", args, f"entries as in +{key}.args.scale=0.5")
     expect(target is not None or not args, f"{key}.args", args, f"{{}} without {key}._target_")
 
@@ -180,7 +158,3 @@ def _check_code(args: Mapping[str, Any]) -> None:
         expect(name in CODE_ACCEPTED, f"reward.args.{name}", value, f"{', '.join(CODE_ACCEPTED)} with reward=code")
         accepts, accepted = CODE_ACCEPTED[name]
         expect(accepts(value), f"reward.args.{name}", value, accepted)
-
-
-def _check_target(key: str, target: Any) -> None:
-    expect(target is None or is_dotted_path(target), key, target, TARGET)

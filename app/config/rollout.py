@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from app.config.setting import SECONDS, TEXTS, setting
+from app.config.setting import ADDRESS, SECONDS, TEXTS, setting
 from app.errors import expect
 
 
@@ -13,38 +13,25 @@ class RolloutConfig:
 
     tensor_parallel: int = setting(1, "Devices per engine.", at_least=1)
     temperature: float = setting(1.0, "Sampling temperature; the trainer's log-probabilities use it too.", above=0)
-    top_p: float = setting(
-        1.0,
-        "Nucleus sampling threshold of training: only 1 is accepted, see eval.top_p for evaluations.",
-        above=0,
-        at_most=1,
-    )
+    top_p: float = setting(1.0, "Only 1 is accepted in training; evaluations have eval.top_p.", above=0, at_most=1)
     stop: list[str] = setting(
         [],
-        "Texts that end a completion; their tokens stay in it, and are trained on as any that were sampled.",
+        "Texts that end a completion, of evaluations too; their tokens stay in it and are trained on.",
         noun=TEXTS,
     )
     max_prompt_tokens: int = setting(64, "Longer prompts are dropped from the data, and counted.", at_least=1)
     max_completion_tokens: int = setting(64, "Tokens after which a completion is truncated.", at_least=1)
     max_inflight_groups: int = setting(64, "Groups being sampled at a time, over all engines.", at_least=1)
     urls: list[str] = setting(
-        [],
-        "Addresses of running SGLang servers; [] starts the run's own engines.",
-        noun="a list of addresses such as http://host:30000",
+        [], "Addresses of running SGLang servers; [] starts the run's own engines.", noun="a list of addresses"
     )
     port: int | None = setting(
-        None,
-        "Port of the first engine, incremented for each further engine; null takes free ports.",
-        at_least=1,
-        at_most=65535,
-        noun="a port",
+        None, "Port of the first engine, counted up for the others; null takes free ones.", at_least=1, at_most=65535
     )
-    start_timeout_s: float = setting(
-        300.0, "Deadline for an engine to answer its first health check.", above=0, noun=SECONDS
-    )
+    start_timeout_s: float = setting(300.0, "Deadline for an engine's first reply.", above=0, noun=SECONDS)
     stall_timeout_s: float = setting(
         120.0,
-        "Time without a new token, with requests in flight, after which an engine counts as stalled.",
+        "Time without a new token, with requests in flight, until an engine is lost.",
         above=0,
         noun=SECONDS,
     )
@@ -57,9 +44,8 @@ class RolloutConfig:
     )
     engine_args: dict[str, Any] = setting(
         {},
-        "SGLang server flags without the dashes, over those of device.engine_args; unknown ones are refused, and those "
-        "with which training would be wrong or that a setting decides.",
-        noun="entries as in +rollout.engine_args.chunked-prefill-size=8192",
+        "SGLang server flags without the dashes, over those of device.engine_args; those with which training would be "
+        "wrong or that a setting decides are refused.",
     )
 
     @property
@@ -73,11 +59,8 @@ class RolloutConfig:
         A stop string leaves them right: it ends a completion, and every token of it was sampled from the policy.
         SGLang reports log-probabilities of the whole distribution, before top-p, top-k or min-p cut it.
         """
-        accepted = (
-            "1: engines report log-probabilities before the cut, so training would correct for the wrong policy; "
-            "eval.top_p sets it for evaluations"
-        )
+        accepted = "1: engines report log-probabilities before the cut; eval.top_p sets it for evaluations"
         expect(self.top_p == 1.0, "rollout.top_p", self.top_p, accepted)
         expect("" not in self.stop, "rollout.stop", self.stop, f"{TEXTS}, none of them empty")
         for url in self.urls:
-            expect(url.startswith(("http://", "https://")), "rollout.urls", url, "addresses such as http://host:30000")
+            expect(url.startswith(("http://", "https://")), "rollout.urls", url, ADDRESS)

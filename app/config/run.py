@@ -143,11 +143,6 @@ class RunConfig:
         return Correction.tis if stale else Correction.none
 
     @property
-    def eval_stop(self) -> list[str]:
-        """Texts that end a completion of an evaluation: `eval.stop` with null resolved."""
-        return self.rollout.stop if self.eval.stop is None else self.eval.stop
-
-    @property
     def device_count(self) -> int:
         """Devices of the run; servers of `rollout.urls` and `teacher.urls` take none."""
         placement = self.placement
@@ -159,11 +154,6 @@ class RunConfig:
         """Devices of the teacher that the run starts; 0 without one. Evaluations are not scored by it."""
         scores = self.teacher.path is not None and self.mode not in (Mode.eval, Mode.parity)
         return self.teacher.devices if scores else 0
-
-    @property
-    def stop_strings(self) -> bool:
-        """Whether engines look for stop strings, for which they need a tokenizer."""
-        return bool(self.rollout.stop or self.eval_stop)
 
     @property
     def serves_adapters(self) -> bool:

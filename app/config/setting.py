@@ -10,7 +10,6 @@ A section of the configuration is a plain dataclass whose fields are declared wi
 """
 
 import copy
-import math
 import types
 from collections.abc import Iterator
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
@@ -23,12 +22,15 @@ from app.errors import expect
 T = TypeVar("T")
 SECONDS = "a number of seconds"
 TEXTS = "a list of texts"
+PATH = "a path such as my_package.my_module.my_function"
+ADDRESS = "an address such as http://host:30000"
 NOUNS: dict[object, str] = {
     bool: "true or false",
     int: "a whole number",
     float: "a number",
     str: "text",
     list: "a list",
+    dict: "entries, each added as +<setting>.<name>=<value>",
 }
 
 
@@ -36,22 +38,17 @@ NOUNS: dict[object, str] = {
 class Bounds:
     """The range of a numeric setting. A limit that is None is absent; NaN is outside of every range.
 
-    >>> Bounds(above=0, at_most=1).phrase
-    'above 0 and up to 1'
-    >>> Bounds(above=0, at_most=1).contains(0)
-    False
+    >>> Bounds(above=0, at_most=1).phrase, Bounds(above=0, at_most=1).contains(0)
+    ('above 0 and up to 1', False)
     """
 
     at_least: float | None = None
     above: float | None = None
     at_most: float | None = None
     below: float | None = None
-    infinite: bool = False  # whether infinity is inside, where there is no upper limit
 
     def contains(self, value: float) -> bool:
         """Whether the value is within all limits."""
-        if isinstance(value, float) and not (math.isfinite(value) or (self.infinite and value == math.inf)):
-            return False
         return (
             (self.at_least is None or value >= self.at_least)
             and (self.above is None or value > self.above)
@@ -65,15 +62,7 @@ class Bounds:
         if self.at_least is not None and self.at_most is not None:
             return f"from {self.at_least} to {self.at_most}"
 
-        if self.above is not None and self.below is not None:
-            return f"between {self.above} and {self.below}"
-
-        limits = {
-            "of at least": self.at_least,
-            "above": self.above,
-            "up to": self.at_most,
-            "below": self.below,
-        }
+        limits = {"of at least": self.at_least, "above": self.above, "up to": self.at_most, "below": self.below}
         return " and ".join(f"{words} {limit}" for words, limit in limits.items() if limit is not None)
 
 
@@ -98,25 +87,18 @@ def setting(
     at_most: float | None = None,
     below: float | None = None,
     noun: str | None = None,
-    infinite: bool = False,
 ) -> T:
     """Declare a field of a section.
 
     Args:
         default: The value of a run that does not set it. Lists and mappings are copied for each instance.
         help: One sentence on what the setting means, with its unit and the meaning of null and 0.
-        at_least: Inclusive lower limit.
-        above: Exclusive lower limit.
-        at_most: Inclusive upper limit.
-        below: Exclusive upper limit.
+        at_least: A limit, as are `above`, `at_most` and `below`. Without an upper one, infinity means no limit.
         noun: Accepted values in words, where the type does not say enough: "a number of seconds".
-        infinite: Whether infinity is accepted, as no limit.
     """
-    metadata = {"help": help, "bounds": Bounds(at_least, above, at_most, below, infinite), "noun": noun}
-
+    metadata = {"help": help, "bounds": Bounds(at_least, above, at_most, below), "noun": noun}
     if isinstance(default, list | dict):
         return field(default_factory=lambda: copy.copy(default), metadata=metadata)
-
     return field(default=default, metadata=metadata)
 
 
@@ -132,12 +114,10 @@ def check_bounds(section: Any, prefix: str = "") -> None:
 
         if is_dataclass(value):
             check_bounds(value, f"{key}.")
-
         elif _section_type(each) is not None:
             for name, nested in value.items():
                 check_bounds(nested, f"{key}.{name}.")
-
-        elif value is not None and "bounds" in each.metadata:
+        elif value is not None and each.metadata["bounds"] != Bounds():
             expect(each.metadata["bounds"].contains(value), key, value, accepted(each))
 
 
@@ -156,14 +136,8 @@ def _settings(schema: Any, prefix: str) -> Iterator[Setting]:
         nested = _section_type(each)
 
         if nested is None or get_origin(each.type) is dict:
-            yield Setting(
-                section=schema,
-                key=key,
-                default=_default(each),
-                bounds=each.metadata["bounds"],
-                accepted=accepted(each),
-                help=each.metadata["help"],
-            )
+            default = each.default if each.default_factory is MISSING else each.default_factory()
+            yield Setting(schema, key, default, each.metadata["bounds"], accepted(each), each.metadata["help"])
 
         if nested is not None:
             infix = "" if nested is each.type else "<name>."
@@ -180,7 +154,7 @@ def accepted(declared: "Field[Any]") -> str:
         kinds = [kind for kind in get_args(declared.type) if kind is not type(None)]
     kind = kinds[0]
 
-    noun = declared.metadata.get("noun")
+    noun = declared.metadata["noun"]
     if noun is None and isinstance(kind, type) and issubclass(kind, Enum):
         noun = f"one of {', '.join(kind.__members__)}"
     if noun is None:
@@ -188,6 +162,11 @@ def accepted(declared: "Field[Any]") -> str:
 
     optional = "null or " if kind is not declared.type else ""
     return f"{optional}{noun} {declared.metadata['bounds'].phrase}".rstrip()
+
+
+def check_path(key: str, value: object) -> None:
+    """Raise `ConfigError` for a value that is neither None nor the dotted path of a function or class."""
+    expect(value is None or is_dotted_path(value), key, value, PATH)
 
 
 def is_dotted_path(value: object) -> bool:
@@ -199,7 +178,3 @@ def _section_type(declared: "Field[Any]") -> Any:
     """The dataclass of a field that is a section or a mapping of sections; None for a setting."""
     candidates = (declared.type, *get_args(declared.type))
     return next((each for each in candidates if is_dataclass(each)), None)
-
-
-def _default(declared: "Field[Any]") -> object:
-    return declared.default if declared.default_factory is MISSING else declared.default_factory()

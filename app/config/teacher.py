@@ -12,6 +12,8 @@ from app.errors import expect, named
 
 ADDRESSES = "a list of addresses such as http://host:30000"
 ANY_SOURCE = "*"  # of the teacher that scores every prompt
+MAX_REQUESTS = 64  # sequences being scored at a time, over all servers
+RETRIES = 5  # of a request, at the next server; then the run ends
 MAX_RETRY_DELAY_S = 16.0  # before a request is sent again
 
 
@@ -21,16 +23,11 @@ class TeacherConfig:
 
     path: str | None = setting(
         None,
-        "Hugging Face model directory or hub id of a teacher that the run starts on devices of its own, with the "
-        "policy's tokenizer; null starts none.",
+        "Teacher that the run starts on devices of its own, with the policy's tokenizer; null starts none.",
         noun="a Hugging Face model directory or hub id",
     )
     devices: int = setting(1, "Devices of the engine of teacher.path, beside those of placement.", at_least=1)
-    engine_args: dict[str, Any] = setting(
-        {},
-        "SGLang server flags of that engine without the dashes, over those of device.engine_args.",
-        noun="entries as in +teacher.engine_args.quantization=fp8",
-    )
+    engine_args: dict[str, Any] = setting({}, "SGLang server flags of that engine, over device.engine_args.")
     urls: Any = setting(
         None,
         "Addresses of running SGLang servers of the teacher, which has the policy's tokenizer; with several teachers, "
@@ -43,21 +40,15 @@ class TeacherConfig:
         "engines score what the policy answered to the question alone.",
     )
     coefficient: float = setting(
-        1.0,
-        "Weight of the reverse KL: a token's advantage is reduced by this times log policy - log teacher.",
-        above=0,
+        1.0, "Weight of the reverse KL: it times log policy - log teacher is taken off a token's advantage.", above=0
     )
-    clip: float = setting(10.0, "Bound of log policy - log teacher of a token, in nats.", above=0, infinite=True)
-    max_requests: int = setting(64, "Sequences being scored at a time, over all servers.", at_least=1)
+    clip: float = setting(10.0, "Bound of log policy - log teacher of a token, in nats.", above=0)
     timeout_s: float = setting(120.0, "Deadline of a request.", above=0, noun=SECONDS)
-    retries: int = setting(
-        5, "Times that a failed request is sent again, to the next server; then the run ends.", at_least=0
-    )
 
     @property
     def limit_s(self) -> float:
         """The most seconds that scoring a sequence may take, with every retry; 0 without a teacher."""
-        return (self.retries + 1) * (self.timeout_s + MAX_RETRY_DELAY_S) if self.given else 0.0
+        return (RETRIES + 1) * (self.timeout_s + MAX_RETRY_DELAY_S) if self.given else 0.0
 
     @property
     def given(self) -> bool:
@@ -101,12 +92,11 @@ class TeacherConfig:
             given = isinstance(urls, list) and (bool(urls) or source == ANY_SOURCE)
             expect(given, key, urls, ADDRESSES)
             for url in urls:
-                known = isinstance(url, str) and url.startswith(("http://", "https://"))
-                expect(known, key, url, "addresses such as http://host:30000")
-
+                expect(str(url).startswith(("http://", "https://")), key, url, ADDRESSES)
         if isinstance(self.urls, dict):
             accepted = f"a teacher for each data source and for no other: {', '.join(sources)}"
             expect(set(self.servers) == set(sources), "teacher.urls", list(self.servers), accepted)
+
         accepted = "a text that holds {answer}, such as '{question} The answer is {answer}.'"
         expect(self.prompt is None or "{answer}" in self.prompt, "teacher.prompt", self.prompt, accepted)
         accepted = "1 with a teacher: servers score given tokens at temperature 1"

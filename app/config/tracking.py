@@ -15,25 +15,15 @@ class TrackingConfig:
     """Dashboards and samples."""
 
     use: list[str] = setting([], "Trackers beside the console and the run's folder.", noun=ACCEPTED)
-    args: dict[str, Any] = setting(
-        {}, "Keyword arguments of your own tracker.", noun="entries as in +tracking.args.url=http://localhost:5000"
-    )
+    args: dict[str, Any] = setting({}, "Keyword arguments of your own tracker.")
     project: str = setting("hydra-posttrain", "Project name in wandb and clearml.")
-    run_name: str | None = setting(
-        None, "Run name in the trackers; null joins the names of the run's folder and its parent."
-    )
+    run_name: str | None = setting(None, "Run name in trackers; null joins the names of the run folder and its parent.")
     offline: bool = setting(False, "wandb and clearml record into the run's folder and send nothing.")
     port: int = setting(
-        9464,
-        "Port of the driver at which prometheus serves /metrics; 0 takes a free one, which the log names.",
-        at_least=0,
-        at_most=65535,
+        9464, "Port at which prometheus serves /metrics; 0 takes a free one, in the log.", at_least=0, at_most=65535
     )
     compare: list[str] = setting(
-        [],
-        "mode=report: the runs, or folders of runs, to compare in one report, which goes to hydra.run.dir or else to a "
-        "new folder in outputs/comparisons.",
-        noun="a list of folders",
+        [], "mode=report: the runs, or folders of runs, to compare in one report.", noun="a list of folders"
     )
     samples_per_step: int = setting(8, "Trajectories written to samples/ per step; 0 writes none.", at_least=0)
 

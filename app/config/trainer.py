@@ -41,37 +41,26 @@ class Compile(Enum):
 class TrainerConfig:
     """Optimizer, microbatches and deadlines of the FSDP2 trainer."""
 
-    lr: float = setting(1e-6, "Learning rate at the end of the warm-up, from which trainer.schedule goes on.", above=0)
+    lr: float = setting(1e-6, "Learning rate at the end of the warm-up, where trainer.schedule begins.", above=0)
     lr_scale: float = setting(1.0, "Factor of trainer.lr, to sweep around the learning rate of a preset.", above=0)
     warmup_steps: int = setting(0, "Optimizer updates of linear learning-rate warm-up.", at_least=0)
     schedule: Schedule = setting(
-        Schedule.constant,
-        "Learning rate after warm-up: constant, or a linear or cosine decay over the remaining optimizer updates of "
-        "the run, of which there are steps · algorithm.updates_per_step.",
+        Schedule.constant, "After warm-up: constant, or a linear or cosine decay over the remaining optimizer updates."
     )
-    lr_min_fraction: float = setting(
-        0.0, "Fraction of trainer.lr at which a decay ends.", at_least=0, at_most=1, noun="a fraction"
+    lr_min_fraction: float = setting(0.0, "Fraction of trainer.lr at which a decay ends.", at_least=0, at_most=1)
+    optimizer: Optimizer = setting(
+        Optimizer.adamw, "AdamW with betas 0.9 and 0.98, or SGD, which keeps no optimizer state."
     )
-    optimizer: Optimizer = setting(Optimizer.adamw, "Update rule; sgd keeps no optimizer state.")
     weight_decay: float = setting(0.1, "Decoupled weight decay.", at_least=0)
-    beta1: float = setting(0.9, "AdamW's decay rate of the first moment.", at_least=0, below=1)
-    beta2: float = setting(0.98, "AdamW's decay rate of the second moment.", at_least=0, below=1)
-    max_grad_norm: float = setting(1.0, "The gradient norm is clipped to this.", above=0, infinite=True)
+    max_grad_norm: float = setting(1.0, "The gradient norm is clipped to this.", above=0)
     tokens_per_microbatch: int = setting(
-        8192,
-        "Prompt and completion tokens per rank in one forward-backward pass; a longer trajectory gets its own.",
-        at_least=1,
+        8192, "Tokens per rank in one forward-backward pass; a longer trajectory gets its own.", at_least=1
     )
     activation_checkpointing: Checkpointing = setting(
-        Checkpointing.none,
-        "Layers whose activations are recomputed in the backward pass to save memory; some is every other one.",
+        Checkpointing.none, "Layers whose activations are recomputed in the backward pass; some is every other one."
     )
     compile: Compile = setting(
-        Compile.auto,
-        "torch.compile of norms, MLPs and the loss of the LM head; auto compiles where a device gains by it.",
-    )
-    max_skipped_updates: int = setting(
-        3, "Updates in a row that may be skipped for non-finite gradients; then the run stops.", at_least=1
+        Compile.auto, "torch.compile of norms, MLPs and the LM head's loss; auto compiles where a device gains by it."
     )
     timeout_s: float = setting(1800.0, "Deadline of one call to the trainer ranks.", above=0, noun=SECONDS)
     profile_steps: list[int] = setting(

@@ -5,7 +5,7 @@ from enum import Enum
 from typing import Any
 
 from app.config.device import DeviceKind
-from app.config.setting import SECONDS, is_dotted_path, setting
+from app.config.setting import PATH, SECONDS, check_path, setting
 from app.errors import expect
 
 
@@ -53,28 +53,16 @@ class WeightSyncConfig:
 
     transport: TransportKind = setting(
         TransportKind.auto,
-        "collective broadcasts over a process group of trainer rank 0 and every engine rank, ipc passes tensor handles "
-        "between processes on one device; auto is ipc where trainer and engines share devices, and of adapters shared "
-        "memory on one machine and HTTP between several.",
+        "collective broadcasts over a process group of trainer rank 0 and every engine rank; ipc, auto where trainer "
+        "and engines share devices, passes tensor handles. Adapters: shared memory, or HTTP between machines.",
     )
     _target_: str | None = setting(
-        None,
-        "Dotted path of a transport of your own, a class as `Transport` in app/weight_sync/transport/base.py, in place "
-        "of the one that transport names, called with backend, tensor_parallel and args.",
+        None, "Your own transport, a class as `Transport` in app/weight_sync/transport/base.py.", noun=PATH
     )
-    args: dict[str, Any] = setting(
-        {}, "Keyword arguments of weight_sync._target_.", noun="entries as in +weight_sync.args.path=/mnt/weights"
-    )
+    args: dict[str, Any] = setting({}, "Keyword arguments of weight_sync._target_.")
     mode: SyncMode = setting(
         SyncMode.full,
-        "full sends all weights; delta sends only the weights that changed since the last sync where that is smaller, "
-        "with a bit-identical result.",
-    )
-    full_every: int = setting(
-        0,
-        "With mode=delta, every how many syncs all weights are sent; 0 does so only in the first sync and after "
-        "failures or engine restarts.",
-        at_least=0,
+        "delta sends only the weights that changed since the last sync, where that is smaller.",
     )
     snapshot: SnapshotPlace = setting(
         SnapshotPlace.device, "With mode=delta, where the last synced weights are kept; host is pinned memory."
@@ -89,14 +77,8 @@ class WeightSyncConfig:
     )
     probe: Probe = setting(
         Probe.stop,
-        "After the first syncs and every 20th, each engine samples a few tokens, and the trainer computes how probable "
-        "they are under the same version; stop ends the run where rounding does not explain the difference, never does "
-        "not compare.",
-    )
-    rebuild_group: bool = setting(
-        False,
-        "Connect trainer and engines anew for every sync, which takes seconds and leaves no memory, streams and ports "
-        "to the process group in between.",
+        "After the first syncs and every 20th, the trainer computes how probable a few tokens of each engine are; stop "
+        "ends the run where rounding does not explain the difference, never does not compare.",
     )
     timeout_s: float = setting(300.0, "Deadline of each wait within a sync.", above=0, noun=SECONDS)
 
@@ -119,25 +101,16 @@ class WeightSyncConfig:
                 released comes back undefined.
         """
         target = self._target_
-        accepted = "a path such as my_package.my_module.MyTransport"
-        expect(target is None or is_dotted_path(target), "weight_sync._target_", target, accepted)
+        check_path("weight_sync._target_", target)
         expect(target is not None or not self.args, "weight_sync.args", self.args, "{} without weight_sync._target_")
-        if self.mode is SyncMode.full:
-            return
 
-        accepted = (
-            "full with device.dtype=float32, where a step changes nearly every weight, or delta with "
-            "device.dtype=bfloat16"
-        )
-        expect(dtype_bytes == 2, "weight_sync.mode", self.mode, accepted)
-
-        accepted = "full with rollout.urls: deltas need the plugin of engines that this run starts"
-        expect(starts_engines, "weight_sync.mode", self.mode, accepted)
-
-        accepted = (
-            "full with placement=colocate and offload.engine=true, which drops the engines' weights in every step"
-        )
-        expect(engines_keep_weights, "weight_sync.mode", self.mode, accepted)
+        full = self.mode is SyncMode.full
+        for possible, accepted in (
+            (dtype_bytes == 2, "full with device.dtype=float32, where a step changes nearly every weight"),
+            (starts_engines, "full with rollout.urls: deltas need the plugin of engines that this run starts"),
+            (engines_keep_weights, "full with offload.engine=true, which drops the engines' weights in every step"),
+        ):
+            expect(full or possible, "weight_sync.mode", self.mode, accepted)
 
 
 def transport_of(config: WeightSyncConfig, *, shared_devices: bool, device: DeviceKind) -> TransportKind:
@@ -147,21 +120,13 @@ def transport_of(config: WeightSyncConfig, *, shared_devices: bool, device: Devi
         ConfigError: `ipc` without shared devices, or `collective` with them: on accelerators a process group has at
             most one member on a device.
     """
-    if config.transport is TransportKind.auto:
+    kind = config.transport
+    if kind is TransportKind.auto:
         return TransportKind.ipc if shared_devices else TransportKind.collective
 
-    expect(
-        config.transport is TransportKind.collective or shared_devices,
-        "weight_sync.transport",
-        config.transport,
-        "auto or collective: ipc needs trainer and engine on the same devices, as in placement=colocate without "
-        "rollout.urls",
-    )
-    expect(
-        config.transport is TransportKind.ipc or not shared_devices or device is DeviceKind.cpu,
-        "weight_sync.transport",
-        config.transport,
-        f"auto or ipc with placement=colocate and device={device.name}: trainer and engine ranks on the same device "
-        "cannot join one process group",
-    )
-    return config.transport
+    accepted = "auto or collective: ipc needs trainer and engine on the same devices, as in placement=colocate"
+    expect(kind is TransportKind.collective or shared_devices, "weight_sync.transport", kind, accepted)
+    joins = kind is TransportKind.ipc or not shared_devices or device is DeviceKind.cpu
+    accepted = f"auto or ipc with placement=colocate and device={device.name}: a process group has one rank on a device"
+    expect(joins, "weight_sync.transport", kind, accepted)
+    return kind

@@ -12,15 +12,16 @@ The function runs once, when the run starts. Its rows are then like those of a f
 '''
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import islice
 from typing import Any
 
 from app.data.records import Record, Records
-from app.errors import ConfigError, yaml_text
-from app.utils.dotted_path import LoadError, error_text, resolve_own
+from app.errors import ConfigError
+from app.utils.user_code import error_text, require
 
 KEY = "data._target_"
+ACCEPTED = "a function that takes data.args and returns or yields dictionaries"
 MAX_ROWS = 5_000_000  # a function that never ends would fill the memory
 
 
@@ -30,44 +31,28 @@ def read(target: str, args: Mapping[str, Any]) -> Records:
     Raises:
         ConfigError: It cannot be imported, raises, never ends, or does not return rows.
     """
-    function = _load(target, args)
+
+    def refusal(reason: str) -> ConfigError:
+        return ConfigError(KEY, target, ACCEPTED, reason)
+
+    def takes_args(function: Any) -> None:
+        inspect.signature(function).bind(**args)
+
+    function = require(KEY, target, ACCEPTED, takes_args)
     try:
         rows = function(**args)
         if not isinstance(rows, Iterable) or isinstance(rows, Mapping | str):
-            raise _error(target, f"a function that returns or yields rows; it returned a {type(rows).__name__}")
-        yield from _records(target, rows)
+            raise refusal(f"it returned a {type(rows).__name__}")
+
+        padded = hasattr(rows, "features")  # a data set of `datasets`, which keeps Arrow tables
+        for number, row in enumerate(islice(rows, MAX_ROWS + 1), start=1):
+            if number > MAX_ROWS:
+                raise refusal(f"it yielded more than {MAX_ROWS:,} rows")
+
+            good = isinstance(row, Mapping)
+            content = dict(row) if good else refusal(f"row {number} is a {type(row).__name__}")
+            yield Record(target, number, content, padded=good and padded)
     except ConfigError:
         raise
     except Exception as error:  # the function can raise anything
-        raise _error(target, f"a function that returns rows; it failed ({error_text(error)})") from error
-
-
-def _records(target: str, rows: Iterable[Any]) -> Records:
-    for number, row in enumerate(islice(rows, MAX_ROWS + 1), start=1):
-        if number > MAX_ROWS:
-            raise _error(target, f"a function that ends; it yielded more than {MAX_ROWS:,} rows")
-
-        if isinstance(row, Mapping):
-            padded = hasattr(rows, "features")  # a data set of `datasets`, which keeps Arrow tables
-            yield Record(target, number, dict(row), padded=padded)
-        else:
-            accepted = f"a function that returns dictionaries; row {number} is a {type(row).__name__}"
-            yield Record(target, number, _error(target, accepted))
-
-
-def _load(target: str, args: Mapping[str, Any]) -> Callable[..., Any]:
-    """Import the function, and check that it takes the arguments."""
-    try:
-        function = resolve_own(target)
-    except LoadError as error:
-        raise _error(target, f"a function that can be imported; {error}") from error
-
-    try:
-        inspect.signature(function).bind(**args)
-    except TypeError as error:
-        raise _error(target, f"a function that takes data.args={yaml_text(args)} ({error})") from error
-    return function
-
-
-def _error(target: str, accepted: str) -> ConfigError:
-    return ConfigError(KEY, target, accepted)
+        raise refusal(error_text(error)) from error

@@ -25,7 +25,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from app.environment.protocol import EpisodeOver, Message, Policy, Task
-from app.utils.dotted_path import LoadError, resolve
+from app.utils.user_code import LoadError, resolve
 
 Call = Callable[..., Awaitable[Any]]  # a method and its arguments → what it returns
 METHODS = {"run": (None, None), "begin": (None,), "step": (None,), "score": (), "close": ()}  # and their arguments

@@ -9,7 +9,7 @@ from typing import Any
 from app.environment.protocol import Task
 from app.environment.wire import CODEC, Limits, RendererChoice
 from app.errors import ConfigError
-from app.utils.dotted_path import LoadError
+from app.utils.user_code import LoadError
 from app.worker.job import Job
 from app.worker.pool import WorkerPool
 from app.worker.remote import WorkerSpec

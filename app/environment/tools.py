@@ -24,7 +24,7 @@ from app.environment.protocol import EpisodeOver, Message, Policy, Reply, Task, 
 from app.environment.rendering import renderer_for
 from app.environment.tool_schema import SchemaError, checked, schema_of
 from app.environment.worker.calls import Calls, Exited
-from app.utils.dotted_path import LoadError, resolve
+from app.utils.user_code import LoadError, resolve
 
 ERROR_CHARACTERS = 500  # of an exception's message
 

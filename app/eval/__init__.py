@@ -44,8 +44,7 @@ async def evaluate(
         settings.top_p,
         config.rollout.max_completion_tokens,
         settings.top_k,
-        settings.min_p,
-        tuple(config.eval_stop),
+        tuple(config.rollout.stop),
     )
     # as many completions in flight as in training
     limit = max(1, config.rollout.max_inflight_groups * config.algorithm.group_size // settings.samples)

@@ -29,7 +29,6 @@ from app.checkpoint.run_state import require_model
 from app.cluster.memory_monitor import MemoryMonitor
 from app.config import Mode, RunConfig
 from app.config.command_line import given_settings, override
-from app.config.idle_settings import idle_settings
 from app.config.placement import PlacementKind
 from app.device import Device, device_of
 from app.errors import TrainerError, TrainerLost
@@ -44,6 +43,7 @@ from app.placement.time_sharing import TimeSharing
 from app.protocols import Trainer
 from app.recovery.resume import checkpoint_of
 from app.recovery.retrying_sync import RetryingWeightSync
+from app.start.idle_settings import idle_settings
 from app.start.output_folder import kept_in
 from app.start.session import RolloutWorkers, TrainerWorkers, start_rollout_workers, start_trainer_workers
 from app.tracking.recorder import RunFolderRecorder

@@ -52,8 +52,6 @@ RESUMABLE = (
     "recovery",
     "stop",
     "teacher.devices",
-    "teacher.max_requests",
-    "teacher.retries",
     "teacher.timeout_s",
     TEACHER,
     "rollout.memory_fraction",

@@ -24,7 +24,7 @@ from enum import Enum
 from typing import Any
 
 from app.types import Trajectory
-from app.utils.dotted_path import LoadError, error_text, resolve
+from app.utils.user_code import LoadError, error_text, resolve
 
 Scores = Sequence[Any]  # numbers; in place of one, the exception that its trajectory raised
 RewardFunction = Callable[[Sequence[Trajectory]], Scores | Awaitable[Scores]]

@@ -30,8 +30,8 @@ from app.reward.component import (
 )
 from app.reward.reward_pool import RewardPool
 from app.types import Trajectory
-from app.utils.dotted_path import LoadError
 from app.utils.tasks import gather_or_raise
+from app.utils.user_code import LoadError
 from app.worker.failures import FailureWindow
 
 LOADABLE = "a function or class that can be called with trajectories"

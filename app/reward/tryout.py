@@ -7,21 +7,21 @@ on all of them would fail on everything, and is refused. One that does not prefe
 import asyncio
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import fmean
 from typing import Any
 
 import numpy as np
 
-from app.config.reward import RewardConfig, RewardTerm
+from app.config.reward import RewardConfig
 from app.errors import RunError, echo
 from app.reward.component import Failure, FailureKind, LoggedScore, RewardComponent, Value
 from app.reward.reward_pool import RewardPool
 from app.reward.scorer import components_of, not_accepted
 from app.types import Completion, FinishReason, Prompt, Trajectory, VersionSpan
-from app.utils.dotted_path import LoadError
 from app.utils.tasks import run_blocking
+from app.utils.user_code import LoadError
 from app.worker.remote import NO_LOG
 
 MAX_PROMPTS = 3
@@ -53,35 +53,28 @@ def try_rewards(config: RewardConfig, prompts: Sequence[Prompt], tokenize: Token
     tried = prompts[:MAX_PROMPTS] if config.tryout else []
     for component in components_of(config):
         if component.key is not None:
-            found, values = run_blocking(_try_component(component, tried, tokenize, config.timeout_s))
-            warnings += found
+            values, slowest_s = run_blocking(_try_component(component, tried, tokenize, config.timeout_s))
+            warnings += _warnings(component, values, slowest_s)
             scores[component.name] = [_number(value) for value in values]
-    answered = bool(tried) and all(prompt.answer for prompt in tried)
-    return [*warnings, *(_compared(config.terms(), scores) if answered else [])]
+
+    terms = config.terms()
+    if tried and all(prompt.answer for prompt in tried) and all(scores.get(name) for name in terms):
+        right, empty = (
+            math.fsum(term.weight * fmean(scores[name][first::2]) for name, term in terms.items()) for first in (0, 1)
+        )
+        # both are 0 where a reward reads the answer in a form of its own
+        if right <= empty and (right, empty) != (0, 0):
+            warnings.append(
+                f"the reward of the right answer is {right:.3g} and that of an empty text {empty:.3g}, in the mean "
+                "over made-up completions: it does not tell them apart, or its sign is wrong"
+            )
+    return warnings
 
 
 def _number(value: Value) -> float:
     if isinstance(value, Failure):
         return math.nan
     return value.score if isinstance(value, LoggedScore) else value or 0.0
-
-
-def _compared(terms: Mapping[str, RewardTerm], scores: Mapping[str, Sequence[float]]) -> list[str]:
-    """Compare the reward of the answers with that of the empty texts; nothing if a component has no scores.
-
-    Both are 0 where a reward reads the answer in a form of its own.
-    """
-    if any(not scores.get(name) for name in terms):
-        return []
-    right, empty = (
-        math.fsum(term.weight * fmean(scores[name][first::2]) for name, term in terms.items()) for first in (0, 1)
-    )
-    if right > empty or right == empty == 0 or math.isnan(right + empty):
-        return []
-    return [
-        f"the reward of the right answer is {right:.3g} and that of an empty text {empty:.3g}, in the mean over "
-        f"made-up completions: {'it does not tell them apart' if right == empty else 'its sign may be wrong'}"
-    ]
 
 
 def made_up(prompt: Prompt, text: str, tokenize: Tokenize) -> Trajectory:
@@ -94,39 +87,27 @@ def made_up(prompt: Prompt, text: str, tokenize: Tokenize) -> Trajectory:
 
 async def _try_component(
     component: RewardComponent, prompts: Sequence[Prompt], tokenize: Tokenize, timeout_s: float
-) -> tuple[list[str], list[Value]]:
+) -> tuple[list[Value], float]:
+    """Score two made-up completions of each prompt. Returns the values, and the seconds of the slowest prompt."""
+    values: list[Value] = []
+    slowest_s = 0.0
     pool = RewardPool(component, workers=1, timeout_s=timeout_s, log=NO_LOG, warn=lambda _: None)
     try:
         await pool.start_workers()
-        return await _try_prompts(pool, prompts, tokenize, timeout_s)
+        begin = time.monotonic()
+        for prompt in prompts:
+            call_begin = time.monotonic()
+            values += await _score(pool, [made_up(prompt, text, tokenize) for text in (prompt.answer, "")], timeout_s)
+
+            slowest_s = max(slowest_s, time.monotonic() - call_begin)
+            if time.monotonic() - begin > MAX_COMPONENT_SECONDS:
+                break
     except (LoadError, OSError, RunError) as error:
         raise not_accepted(component, str(error)) from error
     finally:
         pool.close()
         await asyncio.sleep(0)  # closes its pipe
-
-
-async def _try_prompts(
-    pool: RewardPool, prompts: Sequence[Prompt], tokenize: Tokenize, timeout_s: float
-) -> tuple[list[str], list[Value]]:
-    component = pool.component
-    values: list[Value] = []
-    slowest_s = 0.0
-    begin = time.monotonic()
-    for prompt in prompts:
-        call_begin = time.monotonic()
-        group = [made_up(prompt, text, tokenize) for text in (prompt.answer, "")]
-        values += await _score(pool, group, timeout_s)
-
-        slowest_s = max(slowest_s, time.monotonic() - call_begin)
-        if time.monotonic() - begin > MAX_COMPONENT_SECONDS:
-            break
-
-    failures = [value for value in values if isinstance(value, Failure)]
-    if failures and len(failures) == len(values):
-        what = f"each of {len(values)} made-up completions ended as {failures[0]}"
-        raise not_accepted(component, what, SCORING)
-    return _warnings(component, failures, len(values), slowest_s), values
+    return values, slowest_s
 
 
 async def _score(pool: RewardPool, group: list[Trajectory], timeout_s: float) -> list[Value]:
@@ -141,8 +122,7 @@ async def _score(pool: RewardPool, group: list[Trajectory], timeout_s: float) ->
     if not isinstance(outcome, Failure):
         return outcome
     if outcome.kind is FailureKind.timeout:
-        late = f"no result for {len(group)} completions within {call_timeout_s:g} s"
-        what = late if call_timeout_s < timeout_s else f"it gave {outcome}={timeout_s:g}"
+        what = f"no result for {len(group)} completions within {call_timeout_s:g} s (reward.timeout_s={timeout_s:g})"
         raise not_accepted(component, what, SCORING)
 
     values: list[Value] = []
@@ -152,12 +132,18 @@ async def _score(pool: RewardPool, group: list[Trajectory], timeout_s: float) ->
     return values
 
 
-def _warnings(component: RewardComponent, failures: list[Failure], tried: int, slowest_s: float) -> list[str]:
+def _warnings(component: RewardComponent, values: list[Value], slowest_s: float) -> list[str]:
+    """Return warnings about some failures and about slowness. Raises `ConfigError` if everything failed."""
+    failures = [value for value in values if isinstance(value, Failure)]
+    if failures and len(failures) == len(values):
+        what = f"each of {len(values)} made-up completions ended as {failures[0]}"
+        raise not_accepted(component, what, SCORING)
+
     warnings = []
     if failures:
         warnings.append(
-            f"reward component {component.name} failed on {len(failures)} of {tried} made-up completions (answers and "
-            f"empty texts): {failures[0]}. Where that happens in the run, the trajectory scores 0."
+            f"reward component {component.name} failed on {len(failures)} of {len(values)} made-up completions "
+            f"(answers and empty texts): {failures[0]}. Where that happens in the run, the trajectory scores 0."
         )
     if slowest_s > SLOW_SECONDS:
         warnings.append(

@@ -1,7 +1,7 @@
 """Sends requests to engines until they are answered.
 
 A request whose engine is lost, or that an engine refuses or aborts by itself, is sent again with exponential backoff,
-up to `recovery.max_engine_failures` and `recovery.max_prompt_retries` times.
+up to `recovery.max_engine_failures` times.
 """
 
 import asyncio
@@ -58,7 +58,6 @@ class Requests:
             Aborted: At least one completion was aborted on request.
             EngineError: The request failed too often.
         """
-        lost = 0
         failed = 0
         while True:
             self.in_flight[request.prompt_id] = "waiting for an engine"
@@ -67,22 +66,15 @@ class Requests:
                     self.in_flight[request.prompt_id] = f"on {name}"
                     with self.timeline.span(f"generate {name}", request.name):
                         completions = await ready.generate(replace(request, version=version()))
-            except (EngineLost, ConnectionLost) as error:
-                lost += 1
-                self.lost.add(request.prompt_id)
-                limit = self.recovery.max_engine_failures
-                if lost > limit:
-                    raise EngineError(
-                        f"prompt {request.name} was lost to engines {lost} times "
-                        f"(recovery.max_engine_failures={limit}); last error: {error}"
-                    ) from error
             except EngineError as error:
                 failed += 1
-                limit = self.recovery.max_prompt_retries
+                if isinstance(error, EngineLost | ConnectionLost):
+                    self.lost.add(request.prompt_id)
+                limit = self.recovery.max_engine_failures
                 if failed > limit:
                     raise EngineError(
-                        f"engines refused or aborted prompt {request.name} {failed} times "
-                        f"(recovery.max_prompt_retries={limit}); last error: {error}"
+                        f"prompt {request.name} failed on engines {failed} times "
+                        f"(recovery.max_engine_failures={limit}); last error: {error}"
                     ) from error
             else:
                 if any(completion.finish_reason is FinishReason.abort for completion in completions):
@@ -90,4 +82,4 @@ class Requests:
                 return completions
 
             self.in_flight[request.prompt_id] = "waiting to be sent again"
-            await asyncio.sleep(RETRY_DELAY_S * 2 ** min(lost + failed - 1, MAX_DOUBLINGS))
+            await asyncio.sleep(RETRY_DELAY_S * 2 ** min(failed - 1, MAX_DOUBLINGS))

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,23 +21,29 @@ from app.errors import ConfigError, expect, named
 from app.model.architecture import architecture_of, checkpoint_config, layer_names, require_context, require_own_preset
 from app.model.hf_directory import identity, load_tokenizer, require_complete, require_window
 from app.model.lora.base_weights import check_targets, require_targets
-from app.reward.tryout import tokenizer_of, try_rewards
 from app.start.disk import free_bytes, plan_disk
 from app.start.environments import require_rendering
 from app.start.finding import CheckStatus, Finding
 from app.start.inputs import CheckStage, RunInputs
+from app.tracking.dashboards import require_trackers
 from app.tracking.number_format import plural
-from app.tracking.own_tracker import require_trackers
 from app.types import Prompt
 from app.utils.files import require_writable
 from app.utils.net import port_is_free
 from app.utils.units import size
-from app.weight_sync.own_transport import require_transport
+from app.utils.user_code import lacks, require
 
 NO_TOKENS = np.zeros(1, np.int32)
 PROMPT_CHARACTERS = 400  # shown of each end of a long prompt
 REFUSED = "correct the setting; mode=train ends with this sentence"
 WARNED = "a run warns of this, too"
+TRANSPORT = (
+    "sender",
+    "route",
+    "connect",
+    "request_body",
+    "abort",
+)  # attributes of `Transport` in app/weight_sync
 
 
 def sizes(run: RunInputs) -> None:
@@ -107,26 +113,20 @@ def data(run: RunInputs) -> Iterator[Finding]:
         yield Finding("data", warning, CheckStatus.warn, WARNED)
 
 
-def transport(run: RunInputs) -> Iterator[Finding]:
-    """Whether a transport of the user's can be loaded."""
-    require_transport(run.config.weight_sync)
-    target = run.config.weight_sync._target_
-    yield from _loaded("transport", [] if target is None else [target])
-
-
-def tracker(run: RunInputs) -> Iterator[Finding]:
-    """Whether trackers of the user's can be loaded."""
-    require_trackers(run.config.tracking)
-    yield from _loaded("tracker", run.config.tracking.own)
-
-
-def algorithm(run: RunInputs) -> Iterator[Finding]:
-    """Whether objective and advantage of the user's work on made-up values."""
-    if run.config.algorithm.own:
+def own_code(run: RunInputs) -> Iterator[Finding]:
+    """Whether a transport, trackers, objectives and advantages of the user's can be imported and used."""
+    config = run.config
+    target = config.weight_sync._target_
+    if target is not None:
+        accepted = f"a class with {', '.join(TRANSPORT)}"
+        require("weight_sync._target_", target, accepted, lambda found: lacks(found, *TRANSPORT))
+    require_trackers(config.tracking)
+    if config.algorithm.own:
         from app.algorithm.custom_functions import require_own
 
-        require_own(run.config.algorithm)
-    yield from _loaded("algorithm", run.config.algorithm.own)
+        require_own(config.algorithm)
+    if own := [*([target] if target else []), *config.tracking.own, *config.algorithm.own]:
+        yield Finding("own code", f"{', '.join(own)} can be loaded")
 
 
 def devices(run: RunInputs) -> Iterator[Finding]:
@@ -312,6 +312,8 @@ def reward(run: RunInputs) -> Iterator[Finding]:
     if not own:
         yield Finding("reward", config.reward.formula)
         return
+    from app.reward.tryout import tokenizer_of, try_rewards
+
     run.status("trying the reward")
     # those that read turns or scores would fail on completions made up without them
     tried = replace(config.reward, tryout=config.reward.tryout and not config.environment.multi_turn)
@@ -319,11 +321,6 @@ def reward(run: RunInputs) -> Iterator[Finding]:
     for warning in try_rewards(tried, _some_prompts(run), tokenize):
         yield Finding("reward", warning, CheckStatus.warn, WARNED)
     yield Finding("reward", f"{config.reward.formula}; {', '.join(own)} can be loaded")
-
-
-def _loaded(subject: str, own: Sequence[str]) -> Iterator[Finding]:
-    if own:
-        yield Finding(subject, f"{', '.join(own)} can be loaded")
 
 
 def _some_prompts(run: RunInputs) -> list[Prompt]:

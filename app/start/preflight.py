@@ -33,9 +33,7 @@ CHECKS = (
     Check("disk", checks.disk, ON_THIS_MACHINE),
     Check("ports", checks.ports, ON_THIS_MACHINE),
     Check("data", checks.data, ALWAYS),
-    Check("transport", checks.transport, ALWAYS),
-    Check("tracker", checks.tracker, ALWAYS),
-    Check("algorithm", checks.algorithm, ALWAYS),
+    Check("own code", checks.own_code, ALWAYS),
     Check("devices", checks.devices, ON_THIS_MACHINE),
     # from here on a start downloads models and data sets
     Check("model files", checks.model_files, ON_THIS_MACHINE, ("sizes", "model")),

@@ -6,7 +6,7 @@
 Invariants:
 - A sequence is scored by one request, however many turns it has, at temperature 1: SGLang applies none to given tokens.
 - Every request has the deadline `teacher.timeout_s`. A failed one is sent again to the next server, with exponential
-  backoff, at most `teacher.retries` times; then the run ends with the last error.
+  backoff, at most 5 times; then the run ends with the last error.
 - The engine of `teacher.path` is started, restarted and ended as the engines of the policy are. Its requests wait
   meanwhile, within their deadline.
 """
@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from app.config.teacher import ANY_SOURCE, MAX_RETRY_DELAY_S, TeacherConfig
+from app.config.teacher import ANY_SOURCE, MAX_REQUESTS, MAX_RETRY_DELAY_S, RETRIES, TeacherConfig
 from app.errors import ConfigError, EngineError, RunError, one_line
 from app.rollout.engine.client import Client, KeyRefused, NoAnswer
 from app.rollout.engine.pool import EnginePool
@@ -66,7 +66,7 @@ class Teacher:
         self._engine = EngineClient(pool) if pool is not None else None
         self._clients: dict[str, list[Client]] = {}  # by the source that they score
         self._requests = itertools.count()
-        self._slots = asyncio.Semaphore(config.max_requests)
+        self._slots = asyncio.Semaphore(MAX_REQUESTS)
 
     async def __aenter__(self) -> "Teacher":
         key = os.environ.get(KEY)
@@ -121,8 +121,8 @@ class Teacher:
             except (EngineError, ValueError) as error:
                 if isinstance(error, KeyRefused):
                     raise
-                if attempt >= self.config.retries:
-                    times = f"{attempt + 1} times (teacher.retries={self.config.retries})"
+                if attempt >= RETRIES:
+                    times = f"{attempt + 1} times"
                     raise RunError(f"the teacher failed to score prompt {name} {times}; the last: {error}") from error
             await asyncio.sleep(min(RETRY_DELAY_S * 2**attempt, MAX_RETRY_DELAY_S))
         raise AssertionError("unreachable")

@@ -186,8 +186,6 @@ def work_of(config: RunConfig) -> str:
         sampling = f"temperature {config.eval.temperature:g}, top_p {config.eval.top_p:g}"
         if config.eval.top_k is not None:
             sampling += f", top_k {config.eval.top_k}"
-        if config.eval.min_p:
-            sampling += f", min_p {config.eval.min_p:g}"
         return f"{plural(config.eval.samples, 'completion')} per prompt, {sampling} · {engines}"
 
     algorithm = config.algorithm

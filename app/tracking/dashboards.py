@@ -14,6 +14,7 @@ Invariants:
 Metrics without a prefix in `metrics.jsonl` are sent as `train/<name>`, so that dashboards group them.
 """
 
+import inspect
 import json
 import logging
 import math
@@ -26,10 +27,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from app.config.tracking import TRACKERS
+from app.config.tracking import TRACKERS, TrackingConfig
 from app.errors import one_line
-from app.utils.dotted_path import error_text, resolve, resolve_own
 from app.utils.files import replace_file
+from app.utils.user_code import error_text, lacks, require, resolve
 
 log = logging.getLogger("app.run")
 
@@ -102,7 +103,7 @@ class Progress:
 
 
 def open_dashboard(name: str, options: DashboardOptions) -> Any:
-    """Import the package of a dashboard and open a run in it. It has the methods that `own_tracker.py` lists.
+    """Import the package of a dashboard and open a run in it. It has the methods of `require_trackers`.
 
     Raises:
         LoadError: There is no such tracker.
@@ -110,10 +111,39 @@ def open_dashboard(name: str, options: DashboardOptions) -> Any:
     """
     if name in BUILT_IN:
         return resolve(BUILT_IN[name])(options)
-    own = resolve_own(name)(options, **options.args)
+    own = resolve(name)(options, **options.args)
     if not callable(getattr(own, "log", None)):
         raise TypeError(f"{name} returned {type(own).__name__}, which has no method log")
     return own
+
+
+def require_trackers(config: TrackingConfig) -> None:
+    """Raise `ConfigError` if a tracker of the user's cannot be imported or constructed with `tracking.args`.
+
+        class MyTracker:
+            def __init__(self, run, **args): ...          # run: DashboardOptions; args: tracking.args
+            def log(self, step, metrics): ...             # names to finite numbers
+            def alert(self, step, title, text): ...       # optional
+            def samples(self, step, kind, rows): ...      # optional; kind: "step" or "eval"
+            def close(self, status): ...                  # optional; finished, interrupted or failed
+
+    All calls come from one thread of its own, in order. They may block and raise. A function may return such an object.
+    """
+
+    def attempt(made: Any) -> str | None:
+        inspect.signature(made).bind(None, **config.args)
+        return lacks(made, "log") if inspect.isclass(made) else None
+
+    for path in config.own:
+        require("tracking.use", path, "a class with a method log, called with a run and tracking.args", attempt)
+
+
+def abandon_dashboard(name: str) -> None:
+    """Ensure that a dashboard that hangs cannot keep the process from exiting."""
+    if name == "wandb":
+        from app.tracking.wandb import abandon
+
+        abandon()
 
 
 class DashboardWorker:

@@ -13,6 +13,8 @@ from app.config.trainer import Optimizer, Schedule, TrainerConfig
 from app.errors import RunError
 from app.model.sharding import local_shard
 
+BETAS = (0.9, 0.98)  # of AdamW
+MAX_SKIPPED_UPDATES = 3  # in a row, for gradients that are not finite
 SAMPLED_WEIGHTS = 256  # of each tensor's first row on this rank, to measure how far an update moves them
 SLOTS = {Optimizer.adamw: ("step", "exp_avg", "exp_avg_sq"), Optimizer.sgd: ()}
 
@@ -159,12 +161,9 @@ class PolicyOptimizer:
         self.skipped_in_a_row = skipped_in_a_row
 
     def require_updates(self) -> None:
-        """Raise `RunError` when more than `trainer.max_skipped_updates` updates in a row were skipped."""
-        if self.skipped_in_a_row > self.config.max_skipped_updates:
-            raise RunError(
-                f"the gradient was not finite {self.skipped_in_a_row} updates in a row, more than "
-                f"trainer.max_skipped_updates={self.config.max_skipped_updates}"
-            )
+        """Raise `RunError` when more than `MAX_SKIPPED_UPDATES` in a row were skipped."""
+        if self.skipped_in_a_row > MAX_SKIPPED_UPDATES:
+            raise RunError(f"the gradient was not finite {self.skipped_in_a_row} updates in a row; the run stops")
 
 
 def grad_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
@@ -188,4 +187,4 @@ def _make(parameters: list[torch.nn.Parameter], config: TrainerConfig, *, fused:
     if config.optimizer is Optimizer.sgd:
         return torch.optim.SGD(param_groups, lr=config.peak_lr)
     # None, not False: with False torch would not use its foreach kernels either, and update tensor by tensor.
-    return torch.optim.AdamW(param_groups, lr=config.peak_lr, betas=(config.beta1, config.beta2), fused=fused or None)
+    return torch.optim.AdamW(param_groups, lr=config.peak_lr, betas=BETAS, fused=fused or None)

@@ -28,9 +28,9 @@ from app.errors import EngineError, SyncError
 from app.protocols import RolloutEngine
 from app.trainer.remote import RemoteTrainer
 from app.types import SYNC_PHASES, InFlight, SyncReport
-from app.utils.dotted_path import resolve_own
 from app.utils.phase_timer import PhaseTimer
 from app.utils.units import MIB
+from app.utils.user_code import resolve
 from app.weight_sync.buckets import Bucket, ReadyBucket, plan_buckets
 from app.weight_sync.sender import Sender
 from app.weight_sync.transport.base import SENDER_EXTENSION, TRAINER_RANKS, Deadline, Transport, best_effort
@@ -69,7 +69,6 @@ class BucketedWeightSynchronizer:
     _buckets: Sequence[Bucket] = ()
     _members_changed: bool = False  # since the transport connected
     _synced_version: int | None = None  # that every engine is known to hold
-    _deltas: int = 0  # since the last full sync
 
     async def prepare(self) -> None:
         """Attach the senders and plan the buckets. The next sync is full."""
@@ -124,10 +123,7 @@ class BucketedWeightSynchronizer:
             await self.transport.abort(self.trainer)
             raise
 
-        if self.config.rebuild_group:
-            await self.transport.abort(self.trainer)
         self._synced_version = version
-        self._deltas = 0 if base is None else self._deltas + 1
         return self._report(version, sent, sync_seconds(timer, started), reused)
 
     async def abort(self) -> None:
@@ -222,11 +218,7 @@ class BucketedWeightSynchronizer:
 
     def _delta_base(self) -> int | None:
         """Return the version that the next sync is a delta onto; None: it has to be full."""
-        full_every = self.config.full_every
-        full_due = full_every > 0 and self._deltas + 1 >= full_every
-        if self.config.mode is SyncMode.full or full_due:
-            return None
-        return self._synced_version
+        return None if self.config.mode is SyncMode.full else self._synced_version
 
     def _on_engines(
         self, call: Callable[[RolloutEngine], Coroutine[Any, Any, Any]]
@@ -275,7 +267,7 @@ def make_synchronizer(
 
     kind = transport_of(config.weight_sync, shared_devices=config.shared_devices, device=device.kind)
     target = config.weight_sync._target_
-    make: Callable[..., Transport] = TRANSPORTS[kind] if target is None else resolve_own(target)
+    make: Callable[..., Transport] = TRANSPORTS[kind] if target is None else resolve(target)
     transport = make(backend=device.collective, tensor_parallel=tensor_parallel, **config.weight_sync.args)
 
     verifier = Verifier(config.weight_sync.verify, folder / "verify")

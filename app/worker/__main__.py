@@ -51,7 +51,7 @@ def main() -> None:
 
 def serve(descriptor: int, parent: int, module: str) -> None:
     """Load the handler and let it serve the pipe. Does not return, except when the handler cannot be loaded."""
-    from app.utils.dotted_path import LoadError
+    from app.utils.user_code import LoadError
     from app.worker.process import die_with_parent
     from app.worker.wire import Codec, Ready, Refused
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from app.errors import RunError
-from app.utils.dotted_path import LoadError
+from app.utils.user_code import LoadError
 from app.worker.job import Job
 from app.worker.process import WorkerProcess
 from app.worker.wire import Begin, Closed, Codec, Failed, Heartbeat, LineProtocol, Ready, Refused, Start, WireError

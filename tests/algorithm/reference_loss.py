@@ -64,18 +64,21 @@ def mismatches(sequence: Tokens) -> list[float]:
 
 def corrections(sequence: Tokens, config: AlgorithmConfig, correction: Correction) -> list[float]:
     weights = mismatches(sequence)
+    published = {Correction.icepop: (0.5, 5.0), Correction.kpop: (0.0, 0.1), Correction.sequence_mask: (0.99, 1.001)}
+    low, high = published.get(correction, (0.0, 2.0))
+    low, high = config.correction_low or low, config.correction_high or high
     if correction is Correction.tis:
-        return [min(weight, config.tis_max) for weight in weights]
+        return [min(weight, high) for weight in weights]
     if correction is Correction.icepop:
-        return [weight if config.icepop_low <= weight <= config.icepop_high else 0.0 for weight in weights]
+        return [weight if low <= weight <= high else 0.0 for weight in weights]
     if correction is Correction.kpop:
         pairs = zip(sequence.trainer_old, sequence.rollout, strict=True)
-        kept = [max(binary_kl(p, q), binary_kl(q, p)) <= config.kpop_threshold for p, q in pairs]
+        kept = [max(binary_kl(p, q), binary_kl(q, p)) <= high for p, q in pairs]
         return [weight if keep else 0.0 for weight, keep in zip(weights, kept, strict=True)]
     if correction is Correction.sequence_mask and len(sequence):
         logs = [trainer - rollout for trainer, rollout in zip(sequence.trainer_old, sequence.rollout, strict=True)]
         mean = math.exp(math.fsum(logs) / len(logs))
-        return [1.0 if config.sequence_mask_low <= mean <= config.sequence_mask_high else 0.0] * len(sequence)
+        return [1.0 if low <= mean <= high else 0.0] * len(sequence)
     return [1.0] * len(sequence)
 
 

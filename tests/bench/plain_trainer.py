@@ -17,6 +17,7 @@ from torch import Tensor
 
 from app.config.trainer import TrainerConfig
 from app.device.torchvision_shim import transformers
+from app.trainer.optimizer import BETAS
 from app.types import ScoredGroup, Trajectory
 
 CLIP = 0.2
@@ -40,7 +41,7 @@ class PlainTrainer:
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(),
             lr=self.config.lr,
-            betas=(self.config.beta1, self.config.beta2),
+            betas=BETAS,
             weight_decay=self.config.weight_decay,
             fused=not naive,
         )

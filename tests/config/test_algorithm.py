@@ -26,8 +26,11 @@ def test_old_logprobs_need_a_forward_only_for_several_updates_against_the_traine
 REFUSED = [  # contradictions; tests/config/test_setting.py has the bounds
     (AlgorithmConfig(prompts_per_step=10, updates_per_step=4), "algorithm.updates_per_step=4", "prompts_per_step=10"),
     (AlgorithmConfig(kl_coefficient=0.04), "algorithm.kl_coefficient=0.04", "algorithm.kl=k2 or k3"),
-    (AlgorithmConfig(icepop_low=6.0), "algorithm.icepop_low=6.0", "algorithm.icepop_high=5.0"),
-    (AlgorithmConfig(sequence_mask_low=2.0), "algorithm.sequence_mask_low=2.0", "algorithm.sequence_mask_high=1.001"),
+    (
+        AlgorithmConfig(correction=Correction.icepop, correction_low=6.0),
+        "algorithm.correction_low=6.0",
+        "algorithm.correction_high=5",
+    ),
     (
         AlgorithmConfig(old_policy=OldPolicy.rollout, correction=Correction.tis),
         "algorithm.correction=tis",

@@ -1,41 +1,16 @@
 """Flags of SGLang's server: those that it has, and those with which training would be wrong."""
 
-import argparse
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from app.config.device import DeviceKind
-from app.config.engine_flags import REFUSED, check_engine_flags, known_flags
+from app.config.engine_flags import REFUSED, check_engine_flags
 from app.rollout.engine.server import Server
 from tests.refusals import refused
 from tests.rollout.support import server_spec
 
 KEY = "rollout.engine_args"
-
-
-def test_the_flags_read_from_its_source_are_those_of_sglangs_own_parser() -> None:
-    from app.device.torchvision_shim import define_operators
-
-    define_operators()
-    from sglang.srt.server_args import ServerArgs
-
-    parser = argparse.ArgumentParser(add_help=False)
-    ServerArgs.add_cli_args(parser)
-    types: dict[str, Any] = {
-        option.removeprefix("--"): action.type
-        for action in parser._actions
-        for option in action.option_strings
-        if option.startswith("--")
-    }
-    known = known_flags()
-    assert len(types) > 300
-    assert types.keys() - known.keys() == set()
-    assert known.keys() - types.keys() == set()
-    read = {name: kind for name, kind in known.items() if kind}
-    assert {name: types[name].__name__.removeprefix("human_readable_") for name in read} == read
-    assert (read["context-length"], read["mem-fraction-static"]) == ("int", "float")
 
 
 @pytest.mark.parametrize(
@@ -48,11 +23,8 @@ def test_the_flags_read_from_its_source_are_those_of_sglangs_own_parser() -> Non
         ("preferred-sampling-params", "{}"),
         ("dtype", "float16"),
         ("random-seed", 3),
-        ("not-a-flag", 1),
-        ("quantizatio", "fp8"),  # an abbreviation, which argparse would take
+        ("quantizatio", "fp8"),  # an abbreviation, which argparse takes
         ("context-length", "bogus"),
-        ("chunked-prefill-size", 0.5),
-        ("schedule-conservativeness", "high"),
     ],
 )
 def test_a_flag_with_which_training_would_be_wrong_or_fail_is_refused(flag: str, value: object) -> None:

@@ -16,19 +16,17 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
 from app.config import compose as configuration
-from app.config.algorithm import Aggregation, AlgorithmConfig, Correction, Kl, OldPolicy, RatioLevel
+from app.config.algorithm import Aggregation, AlgorithmConfig, Correction, OldPolicy, RatioLevel
 from app.config.device import DeviceKind
-from app.config.idle_settings import idle_settings
 from app.config.model import TINY_PRESETS
 from app.config.placement import PlacementKind
-from app.config.resolvers import run_name
-from app.config.trainer import Checkpointing
 from app.device import device_of
 from app.main import conf_path
 from app.mode.plan.memory import MemoryPlan, plan_memory
 from app.mode.plan.text import memory
 from app.model.architecture import architecture_of
 from app.rollout.engine.server_args import engine_flags
+from app.start.idle_settings import idle_settings
 from app.utils.units import GIB
 from tests.compose import composed
 
@@ -131,11 +129,6 @@ def test_the_learning_rate_of_a_preset_is_that_of_what_is_trained_unless_it_is_g
     assert composed(*preset.split(), "model.lora.rank=8", "trainer.lr=3e-6").trainer.lr == 3e-6
 
 
-def test_presets_of_adapters_have_the_rate_of_adapters() -> None:
-    rates = {name: composed(f"model={name}").trainer.lr for name in ("qwen3_4b_lora", "qwen35_9b_lora", "tiny_lora")}
-    assert rates == {"qwen3_4b_lora": 1e-5, "qwen35_9b_lora": 1e-5, "tiny_lora": 2e-3}
-
-
 def sweep(name: str, *overrides: str) -> DictConfig:
     configuration.register()
     with initialize_config_dir(conf_path(), version_base="1.3"):
@@ -199,34 +192,8 @@ def test_the_tiny_tools_experiment_is_a_model_a_data_set_and_a_calculator() -> N
 def test_an_engine_captures_graphs_for_all_requests_that_it_runs(name: str) -> None:
     config = composed(f"experiment={name}")
     flags = engine_flags(config, device_of(config.device.kind))
-    requests_by_name = {
-        "colocate_4b": 32 * 8 // 2,
-        "colocate_9b": 32 * 8,
-        "cuda8_fully_async_9b": 96 * 8 // 2,
-        "cuda8_fully_async_4b": 32 * 8 // 2,
-        "npu4_fully_async_4b": 96 * 8,
-        "fully_async_9b": 96 * 8,
-    }
-    requests = requests_by_name.get(name) or requests_by_name[name.partition("_")[2]]
-    assert config.requests_per_engine == requests
-    assert flags["cuda-graph-max-bs-decode"] == flags["max-running-requests"] == min(requests, 512)
-
-
-@pytest.mark.parametrize(
-    ("name", "fraction"),
-    [
-        ("cuda4_colocate_4b", 0.7),
-        ("cuda8_fully_async_4b", 0.75),
-        ("npu4_colocate_4b", 0.7),
-        ("npu4_fully_async_4b", 0.7),
-        ("cpu1_smollm2", 0.3),
-    ],
-)
-def test_an_engine_takes_more_of_a_gpu_of_its_own(name: str, fraction: float) -> None:
-    config = composed(f"experiment={name}", "rollout.memory_fraction=null")
-    assert engine_flags(config, device_of(config.device.kind))["mem-fraction-static"] == fraction
-    given = composed(f"experiment={name}", "rollout.memory_fraction=0.5")
-    assert engine_flags(given, device_of(given.device.kind))["mem-fraction-static"] == 0.5
+    requests = min(config.requests_per_engine, 512)
+    assert flags["cuda-graph-max-bs-decode"] == flags["max-running-requests"] == requests
 
 
 # What SGLang 0.5.23 chooses on an H100 of 80 GB with the same flags, except for mem-fraction-static.
@@ -263,63 +230,6 @@ def test_the_radix_cache_is_off_where_the_plan_says_that_it_pays(overrides: tupl
     assert ("disable-radix-cache=true pays" in line) == off
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in EXPERIMENTS if name.replace("npu", "cuda") in set(EXPERIMENTS) - {name}]
-)
-def test_npu_and_cuda_experiments_differ_in_their_device_and_in_what_its_plan_decides(name: str) -> None:
-    npu = composed(f"experiment={name}")
-    cuda = composed(f"experiment={name.replace('npu', 'cuda')}")
-    assert npu.placement == cuda.placement
-    assert npu.device != cuda.device
-    different = {
-        field
-        for ours, theirs in ((npu.trainer, cuda.trainer), (npu.rollout, cuda.rollout))
-        for field, value in vars(ours).items()
-        if value != getattr(theirs, field)
-    }
-    decided = {
-        "npu8_fully_async_9b": {"tensor_parallel"},
-        "npu4_colocate_4b": {"activation_checkpointing"},
-    }
-    assert different == decided.get(name, set())
-
-
-@pytest.mark.parametrize(
-    ("name", "layout", "steps", "tokens_per_microbatch"),
-    [
-        ("cuda8_fully_async_4b", (4, 4, 2, 0), 50, 9216),
-        ("npu4_fully_async_4b", (2, 2, 2, 2), 200, 8192),
-    ],
-)
-def test_a_published_workload_has_the_settings_of_its_source(
-    name: str, layout: tuple[int, int, int, int], steps: int, tokens_per_microbatch: int
-) -> None:
-    config = composed(f"experiment={name}")
-    placement = config.placement
-    found = (placement.trainer_devices, placement.rollout_devices, config.rollout.tensor_parallel)
-    assert (*found, placement.max_staleness) == layout
-    assert (config.algorithm.name, config.algorithm.kl) == ("grpo", Kl.none)
-    assert (config.algorithm.prompts_per_step, config.algorithm.group_size) == (32, 8)
-    assert (config.rollout.max_completion_tokens, config.rollout.temperature) == (2048, 1.0)
-    assert (config.steps, config.trainer.lr, config.eval.before_train) == (steps, 1e-6, False)
-    assert (config.trainer.tokens_per_microbatch, config.trainer.activation_checkpointing.name) == (
-        tokens_per_microbatch,
-        "all",
-    )
-
-
-def test_the_missions_line_is_its_experiment_with_the_settings_of_its_source() -> None:
-    mission = composed("device=npu", "placement=fully_async", "model=qwen35_9b")
-    flags = engine_flags(mission, device_of(DeviceKind.npu))
-    without_cache = {**flags, "disable-radix-cache": True}  # which pays with engines of their own, as the plan says
-    assert engine_flags(composed("experiment=npu8_fully_async_9b"), device_of(DeviceKind.npu)) == without_cache
-    assert mission.rollout.max_completion_tokens == 8192
-    wanted = {"mem-fraction-static": 0.7, "tp-size": 4, "chunked-prefill-size": 8192, "cuda-graph-max-bs-decode": 512}
-    assert {name: flags[name] for name in wanted} == wanted
-    assert (mission.placement.max_staleness, mission.stream, mission.algorithm.updates_per_step) == (2, True, 1)
-    assert (mission.steps, mission.eval.before_train, mission.tracking.use) == (3000, False, [])
-
-
 @pytest.mark.parametrize("path", RUNNABLE, ids=lambda path: f"{path.parent.name}={path.stem}")
 def test_a_preset_begins_with_the_command_that_runs_it(path: Path) -> None:
     if path.stem == "optuna":
@@ -328,40 +238,6 @@ def test_a_preset_begins_with_the_command_that_runs_it(path: Path) -> None:
     command = path.read_text().removeprefix("# @package _global_\n").partition("\n")[0]
     assert re.match(rf"# python -m app {path.parent.name}={path.stem}\b", command)
     composed(*shlex.split(command.removeprefix("# python -m app ")))
-
-
-def test_any_model_gets_sizes_of_a_full_fine_tuning_and_its_own_name() -> None:
-    config = composed("model=hf", "model.path=Qwen/Qwen3-1.7B", "device=cuda")
-    assert (config.model.name, config.trainer.lr, config.trainer.activation_checkpointing) == (
-        "Qwen3-1.7B",
-        1e-6,
-        Checkpointing.all,
-    )
-    assert (config.algorithm.prompts_per_step, config.algorithm.group_size) == (32, 8)
-    assert (config.rollout.max_prompt_tokens, config.rollout.max_completion_tokens) == (1024, 2048)
-    assert (config.placement.devices, config.rollout.tensor_parallel) == (1, 1)
-    assert (config.data.name, dict(config.reward.components)) == ("gsm8k", {"math": 1.0})
-
-
-@pytest.mark.parametrize(
-    ("path", "name"),
-    [
-        ("Qwen/Qwen3-1.7B", "Qwen3-1.7B"),
-        ("/models/my model@2/", "my-model-2"),
-        ("~/runs/export", "export"),
-        ("org/.hidden", "hidden"),
-    ],
-)
-def test_the_folder_of_any_model_is_named_after_the_last_part_of_its_path(path: str, name: str) -> None:
-    def folder(*overrides: str) -> str:
-        with initialize_config_dir(conf_path(), version_base="1.3"):
-            whole = compose("config", overrides=list(overrides), return_hydra_config=True)
-        return run_name(_root_=whole)
-
-    configuration.register()
-    assert folder("model=hf", f"model.path='{path}'") == f"{name}-grpo-colocate"
-    assert folder("model=hf", f"model.path='{path}'", "mode=eval") == f"{name}-eval"
-    assert folder("model=qwen3_4b", f"model.path='{path}'") == "qwen3_4b-grpo-colocate"
 
 
 @pytest.mark.parametrize("composition", ON_CARDS, ids=",".join)
@@ -381,35 +257,6 @@ def test_a_preset_leaves_a_tenth_of_each_of_its_cards(composition: list[str]) ->
 
 def device_kinds(plan: MemoryPlan) -> set[str]:
     return {phase.device for phase in plan.phases}
-
-
-def replaced(*overrides: str) -> str | None:
-    configuration.register()
-    with initialize_config_dir(conf_path(), version_base="1.3"):
-        return configuration.replaced_settings(
-            compose("config", overrides=list(overrides), return_hydra_config=True),
-        )
-
-
-def test_settings_of_an_algorithm_that_a_model_replaces_are_named(tmp_path: Path) -> None:
-    assert replaced("algorithm=dapo", "model=qwen3_4b") == (
-        "presets of models and experiments replace settings of algorithm=dapo: algorithm.prompts_per_step=512 by 32, "
-        "algorithm.group_size=16 by 8; settings on the command line win."
-    )
-    assert replaced("algorithm=dapo", "algorithm.prompts_per_step=512", "algorithm.group_size=16") is None
-    assert [replaced(f"algorithm={name}") for name in ("grpo", "dr_grpo", "gspo")] == [None] * 3
-
-    (tmp_path / "algorithm").mkdir()
-    (tmp_path / "algorithm" / "mine.yaml").write_text("name: mine\ngroup_size: 4\nratio: sequence\n")
-    found = replaced(f"hydra.searchpath=[file://{tmp_path}]", "algorithm=mine")
-    assert found is not None
-    assert "algorithm=mine: algorithm.group_size=4 by 8;" in found
-
-
-def test_the_command_line_wins_over_an_experiment() -> None:
-    config = composed("experiment=npu8_fully_async_9b", "placement.max_staleness=1", "steps=5")
-    assert (config.placement.max_staleness, config.steps) == (1, 5)
-    assert config.rollout.engine_args["chunked-prefill-size"] == 8192
 
 
 @pytest.mark.parametrize(("model", "lr"), [("tiny", 2e-4), ("qwen3_4b", 1e-6), ("tiny_lora", 2e-3)])
@@ -432,11 +279,6 @@ def test_every_job_of_a_sweep_composes(name: str) -> None:
 
     for job in jobs:
         composed(*job)
-
-
-def test_the_optuna_sweep_composes_where_its_plugin_is_installed() -> None:
-    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
-    assert sweep("optuna").hydra.sweeper.n_trials == 12
 
 
 @pytest.mark.parametrize(

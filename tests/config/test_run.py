@@ -21,21 +21,10 @@ def test_the_default_is_the_embedded_run() -> None:
     assert dict(config.reward.components) == {"exact": 1.0}
 
 
-@pytest.mark.parametrize(
-    ("overrides", "in_evaluations", "tokenizer"),
-    [
-        ([], [], False),
-        (["rollout.stop=[END]"], ["END"], True),
-        (["rollout.stop=[END]", "eval.stop=[]"], [], True),
-        (["eval.stop=[STOP]"], ["STOP"], True),
-    ],
-)
-def test_evaluations_have_the_stop_strings_of_training_and_engines_get_a_tokenizer_for_them(
-    overrides: list[str], in_evaluations: list[str], tokenizer: bool
-) -> None:
-    config = composed(*overrides)
-    assert config.eval_stop == in_evaluations
-    assert engine_flags(config, device_of(config.device.kind))["skip-tokenizer-init"] is not tokenizer
+@pytest.mark.parametrize("stop", [[], ["END"]])
+def test_engines_get_a_tokenizer_for_stop_strings(stop: list[str]) -> None:
+    config = composed(f"rollout.stop={stop}")
+    assert engine_flags(config, device_of(config.device.kind))["skip-tokenizer-init"] == (not stop)
 
 
 def test_a_decay_lasts_for_all_updates_of_all_steps() -> None:

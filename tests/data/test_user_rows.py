@@ -89,7 +89,7 @@ def test_every_failure_is_refused_with_its_place(
         ("texts", "row 1 is a str"),
         ("nothing", "empty"),
         ("number", "a int"),
-        ("takes", "data.args={}", "'limit'"),
+        ("takes", "'limit'"),
         ("endless", "100 rows"),
         ("absent", f"module {name} has no absent"),
     ):

@@ -1,12 +1,11 @@
 """`docs/settings.md`, generated from what the settings declare: `python -m tests.docs.settings_page`."""
 
 import inspect
-import json
-from enum import Enum
 from pathlib import Path
 
 from app.config import RunConfig
 from app.config.setting import Setting, settings
+from app.errors import yaml_text
 
 PAGE = Path(__file__).parents[2] / "docs" / "settings.md"
 HEAD = """\
@@ -34,21 +33,13 @@ def render() -> str:
 
 def _table(name: str, members: list[Setting]) -> str:
     summary = (inspect.getdoc(members[0].section) or "").partition("\n")[0]
-    rows = [
-        f"| `{each.key}` | `{_shown(each.default)}` | {_cell(each.accepted)} | {_cell(each.help)} |" for each in members
-    ]
+    rows = []
+    for each in members:
+        default = yaml_text(each.default) or "''"
+        rows.append(f"| `{each.key}` | `{default}` | {_cell(each.accepted)} | {_cell(each.help)} |")
     heading = _cell(name) or "The run"
     lines = [f"## {heading}", "", summary, "", "| setting | default | accepted | meaning |", "|---|---|---|---|", *rows]
     return "\n".join(lines) + "\n"
-
-
-def _shown(value: object) -> str:
-    """A default as the command line takes it."""
-    if isinstance(value, Enum):
-        return value.name
-    if isinstance(value, str):
-        return value or "''"
-    return json.dumps(value)
 
 
 def _cell(text: str) -> str:

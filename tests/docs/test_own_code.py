@@ -18,7 +18,7 @@ from app.config.tracking import TrackingConfig
 from app.data import rows
 from app.device.torchvision_shim import transformers
 from app.rollout.engine.host import EngineHost
-from app.tracking.own_tracker import require_trackers
+from app.tracking.dashboards import require_trackers
 from app.types import Completion, FinishReason, Prompt, Trajectory, VersionSpan
 from tests.compose import composed
 from tests.docs.markdown import ROOT, code_blocks

@@ -14,7 +14,7 @@ from aiohttp import WSMsgType, web
 
 from app.environment import openenv
 from app.environment.protocol import EnvironmentFailed, OutOfTurns, Reply, Task, ToolCall
-from app.utils.dotted_path import LoadError
+from app.utils.user_code import LoadError
 from tests.environment.interpreters import BUILD_S
 from tests.environment.openenv_server import EchoServer, echo_server
 from tests.environment.qwen import chat_choice

@@ -6,7 +6,7 @@ import pytest
 
 from app.environment.own import WrongValue, make, messages_of, scores_of
 from app.environment.protocol import Policy, Reply, Task
-from app.utils.dotted_path import LoadError
+from app.utils.user_code import LoadError
 
 
 class Whole:

@@ -18,7 +18,7 @@ from app.environment.protocol import Task
 from app.environment.verifiers.environment_host import own_renderer
 from app.environment.wire import Answer, End, Limits, RendererChoice, SampleRequest
 from app.errors import ConfigError
-from app.utils.dotted_path import LoadError
+from app.utils.user_code import LoadError
 from app.worker.wire import Failed
 from tests.environment.interpreters import BUILD_S, interpreter
 from tests.environment.openenv_server import echo_server

@@ -13,7 +13,7 @@ import pytest
 from app.algorithm.metrics import group_metrics
 from app.reward.component import Failure, LoggedScore, RewardComponent, evaluate, failures
 from app.types import Group, Trajectory
-from app.utils.dotted_path import LoadError
+from app.utils.user_code import LoadError
 from tests.reward.scorers import OWN, failed, running_scorer, trajectory
 
 Batch = Sequence[Trajectory]

@@ -179,5 +179,5 @@ async def test_the_members_of_a_group_have_their_own_request_ids(ray_session: No
     assert len({name for body in bodies for name in body["rid"]}) == 32  # the same prompt gets new request ids
     assert bodies[0]["input_ids"] == [[21, 15, 22, 33]] * 8
     assert bodies[0]["return_logprob"] is True
-    sampling = {"temperature": 0.7, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "max_new_tokens": 5, "stop": []}
+    sampling = {"temperature": 0.7, "top_p": 1.0, "top_k": -1, "max_new_tokens": 5, "stop": []}
     assert bodies[0]["sampling_params"] == sampling

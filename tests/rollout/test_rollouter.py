@@ -65,9 +65,9 @@ async def test_a_prompt_that_an_engine_aborts_is_sent_again_after_a_pause() -> N
 
 
 def test_a_prompt_that_an_engine_always_aborts_ends_with_its_name_and_the_engines_reason() -> None:
-    made, engine = rollouter(lambda request, attempt: out_of_memory(request), max_prompt_retries=2)
+    made, engine = rollouter(lambda request, attempt: out_of_memory(request), max_engine_failures=2)
     sentence = (
-        r"^engines refused or aborted prompt sim/0 3 times \(recovery.max_prompt_retries=2\); last error: "
+        r"^prompt sim/0 failed on engines 3 times \(recovery.max_engine_failures=2\); last error: "
         r"engine 0 aborted prompt sim/0: out of memory on purpose$"
     )
     with pytest.raises(EngineError, match=sentence):
@@ -77,7 +77,7 @@ def test_a_prompt_that_an_engine_always_aborts_ends_with_its_name_and_the_engine
 
 @virtual
 async def test_pauses_between_attempts_stay_below_a_minute() -> None:
-    made, _ = rollouter(lambda request, attempt: out_of_memory(request), max_prompt_retries=40)
+    made, _ = rollouter(lambda request, attempt: out_of_memory(request), max_engine_failures=40)
 
     with pytest.raises(EngineError, match="41 times"):
         await sample(made)
@@ -119,7 +119,7 @@ async def test_what_is_in_flight_says_where_it_is() -> None:
 
 @virtual
 async def test_groups_that_fail_together_leave_no_error_that_nobody_read() -> None:
-    made, _ = rollouter(lambda request, attempt: out_of_memory(request), max_prompt_retries=0)
+    made, _ = rollouter(lambda request, attempt: out_of_memory(request), max_engine_failures=0)
     unread: list[dict[str, Any]] = []
 
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: unread.append(context))

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from app.cluster.placement_group import bundles
-from app.config.teacher import TeacherConfig
+from app.config.teacher import MAX_REQUESTS, TeacherConfig
 from app.device import device_of
 from app.errors import EngineLost, RunError
 from app.mode.plan.memory import plan_memory
@@ -91,6 +91,7 @@ async def test_requests_wait_for_a_replacement_of_the_engine(
     engine: RemoteEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("app.teacher.RETRY_DELAY_S", 0.01)
+    monkeypatch.setattr("app.teacher.RETRIES", 1)
     pool = EnginePool([LostOnce()])  # type: ignore[list-item]  # has what a teacher calls
 
     async def replace() -> None:
@@ -98,7 +99,7 @@ async def test_requests_wait_for_a_replacement_of_the_engine(
         pool.replace(0, engine)
         pool.mark_ready(0)
 
-    async with Teacher(TeacherConfig(path="tiny", retries=1), pool) as scorer:
+    async with Teacher(TeacherConfig(path="tiny"), pool) as scorer:
         replacing = asyncio.create_task(replace())
         scored = await scorer.score(group_of(one_turn([22, 23, 34], [25, 2])))
         await replacing
@@ -109,12 +110,13 @@ async def test_requests_wait_for_a_replacement_of_the_engine(
 
 async def test_an_engine_that_does_not_answer_ends_the_run_after_the_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("app.teacher.RETRY_DELAY_S", 0.01)
+    monkeypatch.setattr("app.teacher.RETRIES", 1)
     pool = EnginePool([LostOnce(late=True)])  # type: ignore[list-item]
-    config = TeacherConfig(path="tiny", retries=1, timeout_s=0.1)
+    config = TeacherConfig(path="tiny", timeout_s=0.1)
     async with Teacher(config, pool) as scorer:
         with pytest.raises(RunError) as failure:
             await scorer.score(group_of(one_turn([22, 23, 34], [25, 2])))
-    assert "teacher.retries=1" in str(failure.value)
+    assert "2 times" in str(failure.value)
     assert "/generate" in str(failure.value)
 
 
@@ -186,12 +188,8 @@ def test_a_teacher_has_no_decode_graphs_no_memory_saver_and_its_own_flags(kind: 
     )
     flags = teacher_flags(config, device_of(config.device.kind))
     assert (flags["tp-size"], flags["disable-cuda-graph"], flags["quantization"]) == (2, True, "fp8")
-    assert flags["max-running-requests"] == config.teacher.max_requests
+    assert flags["max-running-requests"] == MAX_REQUESTS
     assert not {name for name in flags if "lora" in name or "memory-saver" in name or "decode" in name}
-
-    alone = composed(*OPD, "teacher.max_requests=1")
-    cache = teacher_flags(alone, device_of(alone.device.kind))["max-total-tokens"]
-    assert cache == 64 * alone.rollout.max_tokens  # more than the longest request
 
 
 @pytest.mark.slow

@@ -110,7 +110,7 @@ async def test_a_failed_request_is_sent_again(monkeypatch: pytest.MonkeyPatch) -
         calls.append(await request.json())
         return entries(4) if len(calls) == 3 else web.json_response({"error": "out of memory"}, status=500)
 
-    scored = await scored_by(third_time, retries=2)
+    scored = await scored_by(third_time)
     assert scored.trajectories[0].completion.teacher_logprobs is not None
     assert scored.trajectories[0].completion.teacher_logprobs.tolist() == [-0.5, -0.5, -0.5]
     assert [call["logprob_start_len"] for call in calls] == [1, 1, 1]
@@ -142,6 +142,7 @@ def of_source(source: str) -> Group:
 @pytest.mark.parametrize("problem", ["late", "refused", "short", "not finite", "gone"])
 async def test_failures_end_after_the_retries(problem: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("app.teacher.RETRY_DELAY_S", 0.01)
+    monkeypatch.setattr("app.teacher.RETRIES", 1)
     calls = 0
 
     async def answer(request: web.Request) -> web.Response:
@@ -160,10 +161,10 @@ async def test_failures_end_after_the_retries(problem: str, monkeypatch: pytest.
         return web.json_response({"error": "no"}, status=400)
 
     with pytest.raises(RunError) as failure:
-        await scored_by(answer, retries=1, timeout_s=0.3)
+        await scored_by(answer, timeout_s=0.3)
     assert calls == 2
     assert "mine/0@0" in str(failure.value)
-    assert "teacher.retries=1" in str(failure.value)
+    assert "2 times" in str(failure.value)
 
 
 async def test_a_teacher_of_another_vocabulary_is_refused(tiny_model: Path) -> None:

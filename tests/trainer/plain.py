@@ -94,7 +94,11 @@ def surrogate(
 
     ratio = difference.exp()
     clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
-    weight = (old_logprobs - rollout_logprobs).exp().clamp(max=config.tis_max) if correction is Correction.tis else 1.0
+    weight = (
+        (old_logprobs - rollout_logprobs).exp().clamp(max=config.correction_high or 2.0)
+        if correction is Correction.tis
+        else 1.0
+    )
     return weight * torch.minimum(ratio * advantage, clipped * advantage)
 
 

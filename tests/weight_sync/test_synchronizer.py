@@ -11,7 +11,6 @@ import pytest
 from app.config.weight_sync import Verify
 from app.types import SYNC_PHASES, Completion, InFlight
 from app.weight_sync.synchronizer import BucketedWeightSynchronizer
-from app.weight_sync.transport.collective import CollectiveTransport
 from tests.rollout.support import largest_difference, noisy_model, transformers_logprobs
 from tests.weight_sync.support import (
     TRANSPORTS,
@@ -44,21 +43,6 @@ async def test_a_sync_equals_loading_the_export(
     assert (await synchronizer.sync(8)).group_reused
     assert await checksum(engine) == before
     assert not (tmp_path / "verify").exists()
-
-
-async def test_a_group_is_rebuilt_at_every_sync_where_it_is_set(trainer: Any, engine: Any, tmp_path: Path) -> None:
-    synchronizer = await make_synchronizer(
-        "collective", trainer, [engine], tmp_path, verify=Verify.never, rebuild_group=True
-    )
-    reports, sums = [], []
-    for version, seed in ((5, 0), (6, 1), (7, 0)):
-        await set_weights(trainer, seed)
-        reports.append(await synchronizer.sync(version))
-        assert isinstance(synchronizer.transport, CollectiveTransport)
-        assert synchronizer.transport._name is None
-        sums.append(await checksum(engine))
-    assert [report.group_reused for report in reports] == [False, False, False]
-    assert sums[0] == sums[2] != sums[1]
 
 
 @pytest.mark.parametrize("in_flight", list(InFlight))

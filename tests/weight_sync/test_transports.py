@@ -13,9 +13,10 @@ from app.config.device import DeviceKind, Dtype
 from app.config.weight_sync import TransportKind, WeightSyncConfig, transport_of
 from app.device import device_of
 from app.errors import EngineError, SyncError
+from app.start.input_checks import own_code
+from app.start.inputs import CheckStage, RunInputs
 from app.trainer.throughput import StepProfiler
 from app.weight_sync.buckets import Bucket, ReadyBucket, TensorMeta
-from app.weight_sync.own_transport import require_transport
 from app.weight_sync.sender import Sender
 from app.weight_sync.synchronizer import BucketedWeightSynchronizer, make_synchronizer
 from app.weight_sync.transport import ipc_payload
@@ -150,7 +151,7 @@ class Own:
 def test_a_transport_of_ones_own_is_refused_before_anything_starts(target: str, named: str) -> None:
     config = composed("placement=fully_async", f"weight_sync._target_={target}")
     with refused("weight_sync._target_", target, named):
-        require_transport(config.weight_sync)
+        list(own_code(RunInputs(config, CheckStage.plan)))
 
 
 def test_a_transport_of_ones_own_replaces_the_named_one(tmp_path: Path) -> None:

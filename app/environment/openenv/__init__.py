@@ -37,7 +37,7 @@ from app.environment.openenv.ws_session import (
 )
 from app.environment.protocol import EpisodeOver, Message, Policy, Reply, Task, Tool
 from app.environment.rendering import PLAIN, renderer_for
-from app.utils.dotted_path import LoadError
+from app.utils.user_code import LoadError
 
 SCHEMA_S = 10.0  # for GET /schema
 ASK = json.dumps({"type": "state"})  # answered by a session, and needs no reset

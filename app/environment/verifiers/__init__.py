@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from app.environment.verifiers.environment_host import Host, own_renderer
-from app.utils.dotted_path import LoadError
+from app.utils.user_code import LoadError
 
 PINS = "verifiers 0.4.x"
 

@@ -12,7 +12,7 @@ from app.environment.rendering.agreement import SCRIPT
 from app.environment.rendering.chat import EMPTY_BLOCK, ChatRenderer
 from app.environment.rendering.reply_parser import TOOL
 from app.environment.worker.openai_endpoint.endpoint import Endpoint, Seat
-from app.utils.dotted_path import LoadError
+from app.utils.user_code import LoadError
 from app.worker.process import log
 
 MODEL = "policy"

@@ -21,7 +21,7 @@ from app.environment.wire import End, Limits
 from app.environment.worker.calls import Calls, Clock, Exited
 from app.environment.worker.conversation import Framing
 from app.environment.worker.policy import AskEngine, EpisodePolicy
-from app.utils.dotted_path import LoadError, error_text
+from app.utils.user_code import LoadError, error_text
 from app.worker.process import log
 from app.worker.wire import Begin, Closed, Failed
 

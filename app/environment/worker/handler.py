@@ -19,7 +19,7 @@ from app.environment.wire import CODEC, Answer, End, Limits, SampleRequest
 from app.environment.worker.conversation import Framing
 from app.environment.worker.episode import Episode, Make
 from app.environment.worker.policy import EpisodePolicy
-from app.utils.dotted_path import LoadError, error_text
+from app.utils.user_code import LoadError, error_text
 from app.worker.process import STDERR, log
 from app.worker.wire import Begin, Close, Closed, Failed, Heartbeat, LineProtocol, WireError
 

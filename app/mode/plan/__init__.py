@@ -9,7 +9,6 @@ from pathlib import Path
 
 from app.config import RunConfig
 from app.config.command_line import given_settings
-from app.config.idle_settings import idle_clip, idle_settings
 from app.config.placement import PlacementKind
 from app.data import rows
 from app.data.counts import describe_rows
@@ -21,6 +20,7 @@ from app.mode.plan.duration import step_tokens
 from app.mode.plan.remedies import remedies_of
 from app.model.architecture import architecture_of, unknown_shapes
 from app.rollout.engine.server_args import engine_flags
+from app.start.idle_settings import idle_settings
 from app.start.input_checks import sizes
 from app.start.inputs import CheckStage, RunInputs
 from app.start.preflight import problems
@@ -110,7 +110,7 @@ def _batch(config: RunConfig, given: Collection[str]) -> list[str]:
         f"  reward: {config.reward.formula}",
         f"  {trajectories / config.placement.trainer_ranks:g} trajectories per trainer rank, in microbatches of up to "
         f"{config.trainer.tokens_per_microbatch:,} tokens",
-        *(f"  {sentence}" for sentence in (*idle_clip(config), *idle_settings(config, given))),
+        *(f"  {sentence}" for sentence in idle_settings(config, given)),
         f"  one call to the trainer computes {work} within trainer.timeout_s={config.trainer.timeout_s:g} s",
         f"  {config.steps} steps = {config.steps * trajectories:,} trajectories, one weight sync each",
     ]

@@ -105,7 +105,6 @@ class Client:
                 "temperature": sampling.temperature,
                 "top_p": sampling.top_p,
                 "top_k": -1 if sampling.top_k is None else sampling.top_k,
-                "min_p": sampling.min_p,
                 "max_new_tokens": 0 if request.scored_tokens else sampling.max_tokens,
                 "stop": list(sampling.stop),
             },

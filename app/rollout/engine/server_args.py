@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 from app.config import RunConfig
 from app.config.placement import PlacementKind
+from app.config.teacher import MAX_REQUESTS
 from app.device import Device
 
 MAX_SEED = 2**31 - 1
@@ -27,7 +28,7 @@ def engine_flags(
         "dtype": config.device.dtype.name,
         "tp-size": config.rollout.tensor_parallel,
         "random-seed": engine_seed(config.seed, index, restarts, resumed_at),
-        "skip-tokenizer-init": not config.stop_strings,
+        "skip-tokenizer-init": not config.rollout.stop,
         "mem-fraction-static": memory_fraction(config, device),
         **capacity_flags(config, device, batch),
         "cuda-graph-max-bs-decode": batch,
@@ -49,7 +50,7 @@ def teacher_flags(config: RunConfig, device: Device) -> dict[str, object]:
         "random-seed": config.seed,
         "skip-tokenizer-init": True,
         "mem-fraction-static": device.engine_fraction,
-        **capacity_flags(config, device, config.teacher.max_requests),
+        **capacity_flags(config, device, MAX_REQUESTS),
         "disable-cuda-graph": True,
         "trust-remote-code": config.model.trust_remote_code,
         "log-level-http": "warning",

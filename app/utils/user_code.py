@@ -1,4 +1,4 @@
-"""Import what a dotted path names: custom rewards, trackers and transports."""
+"""Import and try a user's code: rewards, rows, objectives, environments, trackers and transports, by dotted paths."""
 
 import importlib
 import os
@@ -6,6 +6,8 @@ import sys
 import threading
 from collections.abc import Callable
 from typing import Any
+
+from app.errors import ConfigError
 
 IMPORT_TIMEOUT_S = 60.0
 
@@ -17,9 +19,14 @@ class LoadError(Exception):
 def resolve(path: str) -> Callable[..., Any]:
     """Import the function or class at `package.module.name`, or deeper: `package.module.Class.method`.
 
+    The working directory is searched last: it may have modules named as our dependencies.
+
     Raises:
         LoadError: There is no such function or class, or its module cannot be imported.
     """
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.append(os.getcwd())
+
     names = path.split(".")
     for split in range(len(names) - 1, 0, -1):
         module_name = ".".join(names[:split])
@@ -44,29 +51,45 @@ def resolve(path: str) -> Callable[..., Any]:
     raise LoadError(f"there is no module {'.'.join(names[:-1])} (searched the working directory and PYTHONPATH)")
 
 
-def resolve_own(path: str) -> Callable[..., Any]:
-    """Import what a user wrote. The working directory comes last: it may have modules named as our dependencies."""
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.append(os.getcwd())
-    return resolve(path)
+def require(
+    key: str, path: str, accepted: str, attempt: Callable[[Any], str | None] = lambda found: None
+) -> Callable[..., Any]:
+    """Import a function or class and try it. Both may hang, so they run in a thread of their own.
 
+    Args:
+        key: The setting that names it.
+        accepted: Completes "give …" if it cannot be used.
+        attempt: Returns a sentence on what is wrong with it, or raises anything.
 
-def problem_of(path: str, attempt: Callable[[Any], str | None]) -> str | None:
-    """Return what is wrong with a user's function or class, or what `attempt` finds wrong with it. It may hang."""
-    found: list[str | None] = []
-    thread = threading.Thread(target=lambda: found.append(_problem(path, attempt)), name=f"import {path}", daemon=True)
+    Raises:
+        ConfigError: It cannot be imported within 60 s, or `attempt` fails.
+    """
+    found: list[Any] = []
+    problems: list[str | None] = []
+
+    def run() -> None:
+        try:
+            found.append(resolve(path))
+            problems.append(attempt(found[0]))
+        except LoadError as error:
+            problems.append(str(error))
+        except (Exception, SystemExit) as error:  # custom modules can raise anything
+            problems.append(error_text(error))
+
+    thread = threading.Thread(target=run, name=f"import {path}", daemon=True)
     thread.start()
     thread.join(IMPORT_TIMEOUT_S)
-    return found[0] if found else f"its module was not imported within {IMPORT_TIMEOUT_S:g} s"
+
+    problem = problems[0] if problems else f"it was not imported and tried within {IMPORT_TIMEOUT_S:g} s"
+    if problem is not None:
+        raise ConfigError(key, path, accepted, problem)
+    return found[0]  # type: ignore[no-any-return]
 
 
-def _problem(path: str, attempt: Callable[[Any], str | None]) -> str | None:
-    try:
-        return attempt(resolve_own(path))
-    except LoadError as error:
-        return str(error)
-    except (Exception, SystemExit) as error:  # custom modules can raise anything
-        return error_text(error)
+def lacks(found: object, *names: str) -> str | None:
+    """Return a sentence on missing attributes; None if there are all."""
+    missing = [name for name in names if not hasattr(found, name)]
+    return f"it lacks {', '.join(missing)}" if missing else None
 
 
 def error_text(error: BaseException) -> str:
