@@ -26,7 +26,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from app.config import RunConfig
 from app.config.placement import PlacementKind
 from app.device import Device
-from app.errors import RunError, TrainerLost, one_line
+from app.errors import RunError, TrainerError, one_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,17 +50,17 @@ class DevicePlacement:
         """Ask for the locations of the trainer's bundles again, while no rank holds them.
 
         Raises:
-            TrainerLost: Ray did not reserve the bundles of a lost node again within `trainer.timeout_s`.
+            TrainerError: Ray did not reserve the bundles of a lost node again within `trainer.timeout_s`.
         """
         timeout_s = self.config.trainer.timeout_s
         try:
             self.locations = await _locate_bundles(self.group, self.config, self.device, timeout_s)
         except TimeoutError:
-            raise TrainerLost(
+            raise TrainerError(
                 f"the devices of the trainer were not reserved again within trainer.timeout_s={timeout_s:.0f} s"
             ) from None
         except RayError as error:
-            raise TrainerLost(f"the devices of the trainer could not be asked for: {one_line(error)}") from error
+            raise TrainerError(f"the devices of the trainer could not be asked for: {one_line(error)}") from error
 
     def rank_options(self, rank: int) -> dict[str, Any]:
         """Return the Ray actor options of a trainer rank."""

@@ -134,7 +134,7 @@ class Rollouter:
             self.episodes.abort(prompt_ids)
         await self.pool.each(RolloutEngine.abort, prompt_ids)
 
-    def take_lost(self) -> int:
+    def pop_lost(self) -> int:
         """Return the number of groups that were sent again after their engine was lost, since the last call."""
         lost = len(self.requests.lost)
         self.requests.lost.clear()

@@ -11,7 +11,7 @@ import ray
 from ray.exceptions import RayActorError, RayError
 
 from app.algorithm.packed_groups import Packed
-from app.errors import TrainerError, TrainerLost, one_line
+from app.errors import TrainerError, one_line
 from app.trainer.rank import TrainerRank
 from app.types import MemoryUse, ScoredGroup, StepReport, TokenSequence, TrainerMemory
 from app.utils.ray_calls import ray_words, reply, run_error
@@ -33,8 +33,8 @@ CONCURRENT = (
 class RemoteTrainer:
     """`Trainer` (app/protocols.py) over Ray actors of `TrainerRank`.
 
-    Lifecycle: `setup`, then `attach`, then the calls of `Trainer`. Once `broken`, every call
-    raises: create new actors.
+    Lifecycle: `setup`, then `attach`, then the calls of `Trainer`. Once a rank died or is stuck, every call raises:
+    create new actors.
 
     Args:
         ranks: The actors, in rank order.
@@ -50,11 +50,7 @@ class RemoteTrainer:
         self.timeout_s = timeout_s
         self.logs = logs
         self.calls = 0
-        self._broken: str | None = None  # why
-
-    @property
-    def broken(self) -> bool:
-        return self._broken is not None
+        self.broken: str | None = None  # why no further call is possible
 
     async def setup(self) -> None:
         """Join the ranks and load the model."""
@@ -143,8 +139,8 @@ class RemoteTrainer:
     ) -> list[T]:
         """Call a method on every rank. Returns the results in rank order."""
         name = method.__name__
-        if self._broken is not None:
-            raise TrainerError(f"{name}: the trainer cannot continue, {self._broken}")
+        if self.broken is not None:
+            raise TrainerError(f"{name}: the trainer cannot continue, {self.broken}")
 
         calls = self._submit(method, *args, **kwargs)
         done, waiting = await asyncio.wait(calls, timeout=self.timeout_s, return_when=asyncio.FIRST_EXCEPTION)
@@ -160,7 +156,7 @@ class RemoteTrainer:
             if method is TrainerRank.start:
                 raise self._not_started(late)
             if method not in CONCURRENT:
-                self._broken = f"since trainer rank {late} did not finish {name} in time"
+                self.broken = f"since trainer rank {late} did not finish {name} in time"
             stacks = await self.stacks()
             with contextlib.suppress(OSError):  # a full disk must not hide the error below
                 (self.logs / "stacks.log").write_text(stacks, encoding="utf-8")
@@ -179,7 +175,7 @@ class RemoteTrainer:
         return {_task(reference): rank for rank, reference in enumerate(references)}
 
     def _not_started(self, late: str) -> TrainerError:
-        self._broken = f"since Ray did not start trainer rank {late} in time"
+        self.broken = f"since Ray did not start trainer rank {late} in time"
         return TrainerError(
             f"Ray did not start trainer rank {late} within trainer.timeout_s={self.timeout_s:.0f} s: "
             f"its devices are not free, or its process did not start or does not answer{ray_words()}"
@@ -192,26 +188,22 @@ class RemoteTrainer:
 
         A dead rank breaks the collectives of the others, whose errors may come first. It is the root cause.
         """
-        # A rank stuck in a collective does not answer a later call.
-        probes = {} if method in CONCURRENT else self._submit(TrainerRank.ready)
-        await asyncio.wait([*calls, *probes], timeout=ROOT_CAUSE_GRACE_S)
-        stuck = {rank for call, rank in (calls | probes).items() if not call.done()}
-        for call in (*calls, *probes):
+        await asyncio.wait(calls, timeout=ROOT_CAUSE_GRACE_S)
+        stuck = [call for call in calls if not call.done()]
+        for call in stuck:
             call.cancel()
 
-        errors = [(rank, call.exception()) for call, rank in (*probes.items(), *calls.items()) if call.done()]
-        died = sorted({rank for rank, error in errors if isinstance(error, RayActorError)})
+        errors = {rank: call.exception() for call, rank in calls.items() if call not in stuck}
+        died = sorted(rank for rank, error in errors.items() if isinstance(error, RayActorError))
         culprit = died[0] if died else calls[first]
-        # A step that could not be aborted leaves FSDP2 in the middle of a pass: later gradients would be wrong.
+        # A step that could not be aborted leaves FSDP2 in the middle of a pass: its parameters cannot be saved.
         unusable = method is TrainerRank.abort_step or (stuck and method not in CONCURRENT)
         if died or unusable:
-            self._broken = f"since trainer rank {culprit} {'died' if died else 'failed'} during {method.__name__}"
+            self.broken = f"since trainer rank {culprit} {'died' if died else 'failed'} during {method.__name__}"
 
-        # A call's own error replaces its probe's.
-        error = dict(errors)[culprit] or first.exception()
+        error = errors[culprit]
         assert error is not None
-        who = f"trainer rank {culprit}"
-        return run_error(error, who, method.__name__, failed=TrainerError, lost=TrainerLost)
+        return run_error(error, f"trainer rank {culprit}", method.__name__, failed=TrainerError, lost=TrainerError)
 
 
 def _shared(groups: Sequence[ScoredGroup]) -> Sequence[ScoredGroup]:
