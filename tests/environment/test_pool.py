@@ -203,7 +203,7 @@ async def test_episodes_wait_for_a_place_and_are_spread_over_the_workers(own: Ma
             assert isinstance(await asyncio.wait_for(session.next(), PATIENCE_S), End)
         for each in waiting:
             await play(await asyncio.wait_for(each, PATIENCE_S), script("y"))
-        seen, pids = [text_of(ask.append) for ask in asks], [f"{pid}>" for pid in pool.pids]
+        seen, pids = [text_of(ask.context) for ask in asks], [f"{pid}>" for pid in pool.pids]
     assert sorted(seen) == sorted(pids * 2)
 
 
@@ -301,7 +301,7 @@ async def test_several_requests_of_one_episode_are_in_flight_at_once(own: Maker)
         session = await pool.begin(a_task(), tokens("q"))
         asks = [await asyncio.wait_for(session.next(), PATIENCE_S) for _ in range(3)]
         for ask in reversed(asks):
-            session.reply(ask, Answer(ask.number, tokens("r" + text_of(ask.append)), "stop"))
+            session.reply(ask, Answer(ask.number, tokens("r" + text_of(ask.context)), "stop"))
         sequences, end = [ask.sequence for ask in asks], await asyncio.wait_for(session.next(), PATIENCE_S)
     assert sequences == [0, 1, 2]
     assert list(end.scores) == ["r0>", "r1>", "r2>"]

@@ -157,10 +157,10 @@ async def test_plain_text_begins_with_the_prompt_as_the_workers_settings_frame_i
     renderer = RendererChoice("plain", str(tmp_path / "tiny"), "template")
     spec = EnvironmentSpec(environment, renderer, Limits(9, None, 100, 30.0, 100.0))
 
-    appended = []
+    contexts = []
     async with running_pool(spec) as pool:
         session = await pool.begin(a_task(question="2+3"), letters.encode("12+3="))
         while isinstance(event := await asyncio.wait_for(session.next(), PATIENCE_S), SampleRequest):
-            appended.append(letters.decode(event.append, skip_special_tokens=True))
+            contexts.append(letters.decode(event.context, skip_special_tokens=True))
             session.reply(event, Answer(event.number, letters.encode("5", add_special_tokens=False), "stop"))
-    assert appended == ["12+3=", "12+3=5789"]
+    assert contexts == ["12+3=", "12+3=5789"]

@@ -23,16 +23,17 @@ class Engine:
     def __init__(self, *replies: str) -> None:
         self.replies = list(replies)
         self.asked: list[tuple[int, str, int | None, bool]] = []
-        self.sequences: dict[int, str] = {}  # the driver's copies
+        self.sequences: dict[int, str] = {}  # so far
         self.held: list[asyncio.Future[None]] | None = None  # while set, answers wait
 
     def ask(
-        self, sequence: int, append: Sequence[int], max_tokens: int | None, logprobs: bool
+        self, sequence: int, context: Sequence[int], max_tokens: int | None, logprobs: bool
     ) -> Coroutine[Any, Any, Answer]:
-        text = text_of(append)
+        text, before = text_of(context), self.sequences.get(sequence, "")
         assert sequence <= len(self.sequences)
-        self.asked.append((sequence, text, max_tokens, logprobs))
-        self.sequences[sequence] = self.sequences.get(sequence, "") + text
+        assert text.startswith(before)
+        self.asked.append((sequence, text.removeprefix(before), max_tokens, logprobs))
+        self.sequences[sequence] = text
         return self._answer(sequence, self.replies.pop(0) if self.replies else None, self._turn())
 
     def _turn(self) -> asyncio.Future[None]:

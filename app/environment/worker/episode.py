@@ -1,4 +1,4 @@
-"""One episode in a worker: make the environment, run it, close it, and say how it ended.
+"""One episode in a worker: make the environment, run it, close it, and report how it ended.
 
     make → run (begin, step*, score) → close
              ↑ late, aborted: cancelled
@@ -36,7 +36,7 @@ class Episode:
     """Plays one episode.
 
     Args:
-        ask: Has an engine extend a sequence.
+        ask: Generates a continuation.
         url: Returns the base URL of an episode's policy.
     """
 

@@ -3,7 +3,7 @@
 What an environment sends is matched against the conversations so far by their messages (`policy(messages)`) or by
 their tokens (`policy.generate`), see `app.environment.worker.sequences`.
 
-An answer extends its sequence even if the caller was cancelled, because the driver's copy has it too.
+An answer extends its sequence even if the caller was cancelled, because the driver trains on it.
 """
 
 import asyncio
@@ -29,16 +29,15 @@ from app.environment.worker.conversation import Conversation, Transcript, conver
 from app.environment.worker.sequences import Continuation, EpisodeSequences, OpenSequence, ReplyEnd
 from app.utils.chat_messages import normalized
 
-AskEngine = Callable[
-    [int, Sequence[int], int | None, bool], Awaitable[Answer]
-]  # sequence, append, max_tokens, logprobs
+# sequence, all its tokens, max_tokens, logprobs
+AskEngine = Callable[[int, Sequence[int], int | None, bool], Awaitable[Answer]]
 
 
 class EpisodePolicy:
     """`protocol.Policy` of one episode.
 
     Args:
-        ask: Samples from an engine and appends to the sequence.
+        ask: Samples from an engine.
         opening: Messages of the data set's prompt.
         prompt: Their token ids.
         clock: Measures the environment's own time.
@@ -173,7 +172,7 @@ class EpisodePolicy:
         self.count("observation_tokens", continuation.observed)
 
         limits = [each for each in (max_tokens, self._limits.max_turn_tokens) if each is not None]
-        request = self._ask(continuation.sequence, continuation.append, min(limits, default=None), logprobs)
+        request = self._ask(continuation.sequence, list(sequence.token_ids), min(limits, default=None), logprobs)
         task = asyncio.ensure_future(_extend(sequence, request))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -97,7 +97,7 @@ class EpisodeSequences:
         return Continuation(len(self.all), list(token_ids), 0)
 
     def extend(self, continuation: Continuation) -> OpenSequence:
-        """Append to a sequence, of which a request is in flight from now on."""
+        """Append tokens and start a request."""
         if continuation.sequence == len(self.all):
             self.all.append(OpenSequence())
         sequence = self.all[continuation.sequence]
