@@ -11,8 +11,7 @@ from typing import Any
 from app.environment.protocol import Task
 from app.environment.wire import Answer, End, Limits, SampleRequest
 from app.environment.worker.calls import Calls
-from app.environment.worker.conversation import Framing
-from app.environment.worker.episode import Episode
+from app.environment.worker.episode import Episode, Framing
 from app.worker.job import Job
 from app.worker.wire import Begin, Close, Closed, Failed
 

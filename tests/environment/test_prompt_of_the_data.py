@@ -14,7 +14,7 @@ from app.environment.pool import EnvironmentSpec
 from app.environment.protocol import Message
 from app.environment.rendering import renderer_for
 from app.environment.wire import Answer, Limits, RendererChoice, SampleRequest
-from app.environment.worker.conversation import Framing
+from app.environment.worker.episode import Framing
 from tests.environment.pools import PATIENCE_S, a_task, environment_module, running_pool
 from tests.environment.qwen import ids, tokenizer, user, write_model
 from tests.environment.talker import Talker

@@ -16,8 +16,7 @@ from typing import Any
 
 from app.environment.protocol import Renderer
 from app.environment.wire import CODEC, Answer, End, Limits, SampleRequest
-from app.environment.worker.conversation import Framing
-from app.environment.worker.episode import Episode, Make
+from app.environment.worker.episode import Episode, Framing, Make
 from app.environment.worker.policy import EpisodePolicy
 from app.utils.dotted_path import LoadError, error_text
 from app.worker.process import STDERR, log

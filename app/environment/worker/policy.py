@@ -8,6 +8,7 @@ An answer extends its sequence even if the caller was cancelled, because the dri
 
 import asyncio
 import dataclasses
+import json
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
@@ -25,8 +26,15 @@ from app.environment.protocol import (
 )
 from app.environment.wire import Answer, Limits
 from app.environment.worker.calls import Clock
-from app.environment.worker.conversation import Conversation, Transcript, conversation_key, reasonings
-from app.environment.worker.sequences import Continuation, EpisodeSequences, OpenSequence, ReplyEnd
+from app.environment.worker.sequences import (
+    Continuation,
+    Conversation,
+    EpisodeSequences,
+    OpenSequence,
+    ReplyEnd,
+    conversation_key,
+    reasonings,
+)
 from app.utils.chat_messages import normalized
 
 # sequence, all its tokens, max_tokens, logprobs
@@ -207,3 +215,48 @@ async def _extend(sequence: OpenSequence, request: Awaitable[Answer]) -> Answer:
         return answer
     finally:
         sequence.in_flight = False
+
+
+class Transcript:
+    """The turns of one episode.
+
+    Args:
+        clock: Measures the environment's own time.
+
+    Attributes:
+        turns: role, text, tokens and seconds, in order.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self.turns: list[dict[str, Any]] = []
+        self._clock = clock
+        self._noted_s = 0.0  # the environment's own seconds that are in `turns`
+
+    def add_messages(self, messages: Sequence[Message], tokens: int) -> None:
+        """Add what the policy reads. The tokens and seconds are of all of it: the last message has them."""
+        if not messages:
+            return
+        seconds = self._clock.seconds - self._noted_s
+        self._noted_s += seconds
+
+        for message in messages[:-1]:
+            self._add(str(message.get("role")), str(message.get("content") or ""), 0, 0.0)
+        last = messages[-1]
+        self._add(str(last.get("role")), str(last.get("content") or ""), tokens, seconds)
+
+    def add_reply(self, reply: Reply, seconds: float) -> None:
+        """Add what the policy replied. `seconds`: of the engine."""
+        self._add("assistant", readable(reply), len(reply.token_ids), seconds)
+
+    def _add(self, role: str, text: str, tokens: int, seconds: float) -> None:
+        self.turns.append({"role": role, "text": text, "tokens": tokens, "seconds": seconds})
+
+
+def readable(reply: Reply) -> str:
+    """Return the readable text of a reply."""
+    parts = [f"<think>{reply.reasoning}</think>"] if reply.reasoning else []
+    parts += [reply.text] if reply.text else []
+    for call in reply.tool_calls:
+        problem = "" if call.ok else f" [{call.status}]"
+        parts.append(f"{call.name}({json.dumps(dict(call.arguments), ensure_ascii=False, default=str)}){problem}")
+    return "\n".join(parts)

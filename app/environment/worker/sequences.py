@@ -12,14 +12,16 @@ Invariants:
 - A sequence with a request in flight is not extended by another request.
 """
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from app.environment.protocol import Message, Renderer, Reply, Tool
-from app.environment.worker.conversation import Conversation, message_key, reasonings
 
 SHRINK = 0.9  # of the length that should fit, since tokens are not spread evenly
 LONG_TOKEN = 64  # characters: few tokens are longer
+Conversation = tuple[str, ...]  # the key of its tools, then of each message
 
 
 @dataclass(eq=False, slots=True)
@@ -167,6 +169,38 @@ class EpisodeSequences:
         roles = [message.get("role") for message in messages]
         first = roles.index("assistant") if "assistant" in roles else len(roles)
         return [*messages[:first], *self._without_excess(messages[first:])]
+
+
+def conversation_key(messages: Sequence[Message] | None, tools: Sequence[Tool] | None) -> Conversation:
+    """Return texts that are equal for conversations that say the same; the prefix of one is the key of its beginning.
+
+    Args:
+        messages: In the form of `normalized`.
+    """
+    return (_json(list(tools or ())), *map(message_key, messages or ()))
+
+
+def reasonings(messages: Sequence[Message]) -> tuple[str, ...]:
+    """Return the reasoning of each reply in a conversation, "" for one without."""
+    return tuple(str(each.get("reasoning_content") or "") for each in messages if each.get("role") == "assistant")
+
+
+def message_key(message: Message) -> str:
+    """Return a text that is equal for messages that say the same.
+
+    Clients drop the reasoning of earlier replies, and give calls other ids.
+
+    Args:
+        message: In the form of `normalized`.
+    """
+    if message["role"] != "assistant":
+        return _json(message)
+    calls = [call["function"] for call in message.get("tool_calls") or ()]
+    return _json(["assistant", message["content"], [[call["name"], call["arguments"]] for call in calls]])
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, default=str)
 
 
 def shorten(text: str, max_tokens: int, count: Callable[[str], int]) -> str:

@@ -22,10 +22,10 @@ from http import HTTPStatus
 from typing import Any
 
 from app.environment.protocol import EpisodeOver, Message, Policy
-from app.environment.worker.conversation import message_key
 from app.environment.worker.openai_endpoint import openai_api
 from app.environment.worker.openai_endpoint.http_server import HEAD_BYTES, HttpRequest, serve_connection
 from app.environment.worker.openai_endpoint.openai_api import Refusal
+from app.environment.worker.sequences import message_key
 
 SESSION_HEADER = "X-Session-ID"
 

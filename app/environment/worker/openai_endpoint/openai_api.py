@@ -7,7 +7,7 @@ from http import HTTPStatus
 from typing import Any
 
 from app.environment.protocol import EpisodeOver, Message, OutOfTokens, Reply, Sampled, Tool
-from app.environment.worker.conversation import message_key
+from app.environment.worker.sequences import message_key
 from app.utils.chat_messages import WrongMessages, normalized
 
 MODEL = "policy"
