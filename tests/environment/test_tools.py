@@ -10,7 +10,7 @@ import pytest
 from app.environment.protocol import Message
 from app.environment.rendering import renderer_for
 from app.environment.tool_schema import checked, schema_of
-from app.environment.tools import load_tools, make
+from app.environment.tools import make
 from tests.environment import my_tools
 from tests.environment.pools import a_task
 from tests.environment.qwen import chat_choice, decoded, user
@@ -155,10 +155,6 @@ async def test_an_aborted_episode_ends_its_tool_and_closes_its_instances() -> No
     assert my_tools.EVENTS == ["made", "closed"]
 
 
-def test_a_limit_of_the_episode_ends_it_without_an_error() -> None:
-    assert play(["search"], call("search", query="x") + END).policy.ending == "turns"
-
-
 def test_all_instances_are_closed_although_one_raises() -> None:
     with pytest.raises(OSError, match="it is stuck"):
         play(["Door", "Notes"], call("open") + call("read") + END, f"So.{END}")
@@ -190,14 +186,6 @@ def test_a_schema_says_what_hints_and_docstring_say() -> None:
             },
         },
     }
-
-
-def test_the_methods_of_a_class_are_tools_without_self() -> None:
-    tools = load_tools([f"{HERE}.Notes"])
-    assert sorted(tools) == ["read", "read_later", "upper", "write"]
-    assert tools["write"].schema["function"]["parameters"]["required"] == ["text"]
-    assert tools["upper"].schema["function"]["parameters"]["required"] == ["text"]
-    assert tools["read"].schema["function"]["parameters"]["properties"] == {}
 
 
 def test_arguments_are_given_as_the_hints_say_and_a_string_stands_for_the_value_it_spells() -> None:

@@ -88,18 +88,6 @@ async def test_a_conversation_that_goes_on_appends_only_its_new_messages() -> No
     assert policy.text == "ef"
 
 
-async def test_the_prompt_of_the_data_goes_on_with_the_reply_alone() -> None:
-    engine = Engine("ab", "cd", "ef")
-
-    policy = policy_of(engine)
-    first = await policy(None)
-    second = await policy([first.message, user("more")])
-    assert (first.prompt_tokens, second.prompt_tokens) == (4, 12)
-    await policy(None)  # another sample of the prompt
-    assert engine.requests == [(0, "6*7="), (0, "|more>"), (1, "6*7=")]
-    assert same_sequences(policy, engine)
-
-
 RESULT = {"role": "tool", "content": "3"}  # the template keeps the reasoning before it
 
 
@@ -125,20 +113,6 @@ async def test_of_two_samples_with_one_text_the_one_with_the_given_reasoning_goe
         del message["reasoning_content"]
     await talker.policy([user("q"), message, RESULT])
     assert where(talker, "third") == [meant]
-    assert len(talker.sequences) == 2
-
-
-@pytest.mark.parametrize("sample", [0, 1])
-async def test_the_reasoning_of_earlier_replies_tells_two_samples_apart_too(sample: int) -> None:
-    talker = thinker("first", "second", "same", "same", "third")
-
-    histories = []
-    for reply in [await talker.policy([user("q")]) for _ in range(2)]:
-        history = [user("q"), reply.message, RESULT]
-        again = await talker.policy(history)
-        histories.append([*history, again.message, RESULT])
-    await talker.policy(histories[sample])
-    assert where(talker, "third") == [sample]
     assert len(talker.sequences) == 2
 
 
@@ -216,20 +190,6 @@ async def test_tokens_extend_the_longest_sequence_that_they_begin_with() -> None
     assert same_sequences(policy, engine)
 
 
-async def test_tokens_that_an_agent_rendered_are_shown_as_what_they_say() -> None:
-    policy = policy_of(Engine("ab", "cd", "ef"))
-    await policy.generate(tokens("q"))
-    await policy.generate(tokens("qabtold"))
-    await policy.generate(tokens("qabtoldcd"))  # nothing to append
-    assert [(turn["role"], turn["text"], turn["tokens"]) for turn in policy.turns] == [
-        ("user", "q", 1),
-        ("assistant", "ab", 2),
-        ("tool", "told", 4),
-        ("assistant", "cd", 2),
-        ("assistant", "ef", 2),
-    ]
-
-
 async def test_another_client_of_the_same_conversation_is_recognized() -> None:
     engine = Engine("!add", "cd", "ef")
 
@@ -281,16 +241,6 @@ def test_a_shortened_text_has_at_most_its_tokens_and_keeps_both_ends(size: int, 
     assert text.endswith(tail)
     assert most == 1 or 0.5 * most < count(cut) <= most
     assert max(longest) <= most * 64 + 50
-
-
-async def test_a_reply_that_the_limit_cut_is_truncated_and_its_sequence_goes_on() -> None:
-    engine = Engine("ab…", "cd")
-
-    policy = policy_of(engine, max_turn_tokens=2)
-    first = await policy([user("q")], max_tokens=7)
-    second = await policy([user("q"), first.message, user("x")], max_tokens=1)
-    assert (first.text, first.truncated, second.truncated) == ("ab", True, False)
-    assert [max_tokens for _, _, max_tokens, _ in engine.asked] == [2, 1]
 
 
 @pytest.mark.parametrize("over", [OutOfTurns, OutOfTokens, OutOfTime])

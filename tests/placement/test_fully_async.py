@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from app.config import RunConfig
 from app.config.placement import PlacementKind, Stream
-from app.errors import EngineError, RunError, SyncError, TrainerError
+from app.errors import EngineError, RunError, TrainerError
 from app.placement.fully_async import FullyAsync
 from app.types import InFlight, Trajectory
 from tests.simulation import BOTH, World, config, long_tailed, play, virtual
@@ -206,13 +206,6 @@ def test_a_failure_anywhere_ends_the_run_with_its_own_sentence(tmp_path: Path, b
     breaks(world)
     with pytest.raises(RunError, match="on purpose"):
         play(world)
-
-
-def test_a_failed_push_ends_the_run_with_its_own_sentence(tmp_path: Path) -> None:
-    world = World(config(), tmp_path)
-    with pytest.raises(SyncError, match="push failed on purpose"):
-        play(world, at_start=lambda controller: setattr(world.sync, "fail_at", 2))
-    assert len(world.trainer.trained) == 2
 
 
 def test_the_idle_shares_of_a_step_are_those_of_its_times(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import doctest
 import json
 import re
 from collections import Counter
@@ -18,7 +17,6 @@ from app.errors import EngineError, EngineLost, RunError
 from app.mode.train import CONTROLLERS, save_last_step
 from app.placement.controller import PlacementController
 from app.placement.fully_async import FullyAsync
-from app.recovery import engine_supervisor
 from app.types import GroupRequest, InFlight, MemoryUse, TrainerMemory
 from tests.simulation import (
     BOTH,
@@ -58,14 +56,6 @@ def test_an_engine_that_dies_is_replaced_and_its_prompts_are_sent_again(kind: Pl
     assert sum(line["rollout/failed_groups"] for line in world.recorder.lines) >= 1
     (warning,) = world.recorder.warnings
     assert "on purpose" in warning
-
-
-def test_the_other_engine_goes_on_while_one_is_replaced(tmp_path: Path) -> None:
-    world = World(config(max_staleness=2), tmp_path, start_seconds=20.0)
-    play(world, (0.5, 0))
-    assert_sound(world)
-    meanwhile = [time for time, _, _ in world.engines[1].begun if 0.5 < time < 20]
-    assert len(meanwhile) > 10
 
 
 @pytest.mark.parametrize("engines", [1, 2])
@@ -315,11 +305,6 @@ async def test_an_engine_that_does_not_abort_is_lost_after_a_deadline_and_holds_
     for group in groups:
         group.cancel()
     assert now() == pytest.approx(1 + 10, abs=0.2)
-
-
-def test_pauses_between_restarts_are_bounded() -> None:
-    results = doctest.testmod(engine_supervisor)
-    assert (results.attempted, results.failed) == (1, 0)
 
 
 @virtual
