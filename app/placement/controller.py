@@ -295,9 +295,9 @@ class PlacementController(ABC):
         """A value that changes with every finished group and every call that returns."""
         return *self.context.rollouter.progress, self.context.trainer.calls
 
-    def situation(self) -> str:
+    def describe(self) -> str:
         """Describe what the run is waiting for, in one line."""
-        return f"step {self.version + 1}, phase {self.current_phase}: {self.context.rollouter.situation()}"
+        return f"step {self.version + 1}, phase {self.current_phase}: {self.context.rollouter.describe()}"
 
 
 def data_state(context: RunContext) -> dict[str, Any]:

@@ -116,6 +116,6 @@ class FullyAsync(PlacementController):
         generate = self.context.pool.busy_seconds() - self._busy_before
         return {"step": train + sync, "generate": generate, "wait": wait, "train": train - wait, "sync": sync}
 
-    def situation(self) -> str:
+    def describe(self) -> str:
         """Describe what the run is waiting for, in one line."""
-        return f"{super().situation()}; {self.producer.situation()}"
+        return f"{super().describe()}; {self.producer.describe()}"

@@ -117,7 +117,7 @@ class Producer:
         counts.failed = self.context.rollouter.pop_lost()
         return counts
 
-    def situation(self) -> str:
+    def describe(self) -> str:
         """Describe the buffer and the admission, in one line."""
         return (
             f"{len(self.buffer)} groups in the buffer, capacity for {self.staleness.capacity} more, "
@@ -170,23 +170,16 @@ class Producer:
             return
 
         self._warned = True
-        config = self.context.config
-        steps = self.staleness.max_staleness + 1
-        if config.environment.multi_turn:
-            self.context.recorder.warn(
-                f"prompt {prompt.id} was aborted {aborts} times: its episodes take more than {steps} weight syncs "
-                "(placement.max_staleness + 1) and begin again each time. Raise placement.max_staleness to at least "
-                f"{steps}, or try a smaller environment.max_turns or rollout.max_inflight_groups. environment/seconds "
-                "is the time of the episodes that end."
-            )
-            return
-
+        bound = self.staleness.max_staleness + 1
+        if self.context.config.environment.multi_turn:
+            what, smaller, drain = "episodes take", "environment.max_turns", ""
+        else:
+            what, smaller = f"completions ({tokens} tokens so far) take", "rollout.max_completion_tokens"
+            drain = " placement.in_flight=drain aborts none, but every sync waits for the longest completion."
         self.context.recorder.warn(
-            f"prompt {prompt.id} was aborted {aborts} times, last after {tokens} of at most "
-            f"{config.algorithm.group_size * config.rollout.max_completion_tokens} tokens: its completions take longer "
-            f"than {steps} steps (placement.max_staleness + 1) and begin again each time. Try a larger "
-            "placement.max_staleness, or a smaller rollout.max_completion_tokens or rollout.max_inflight_groups. "
-            "placement.in_flight=drain aborts none, but every sync waits for the longest completion."
+            f"prompt {prompt.id} was aborted {aborts} times: its {what} more than {bound} weight syncs "
+            f"(placement.max_staleness + 1) and begin again each time. Raise placement.max_staleness to at least "
+            f"{bound}, or try a smaller {smaller} or rollout.max_inflight_groups.{drain}"
         )
 
     def _on_sampled(self, prompt: Prompt, group: Group) -> None:

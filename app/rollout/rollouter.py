@@ -158,12 +158,12 @@ class Rollouter:
         """A value that changes when a group finishes, a call of an engine returns, or an environment answers."""
         return self.finished, self.pool.progress, self.episodes.progress if self.episodes else 0
 
-    def situation(self) -> str:
+    def describe(self) -> str:
         """Describe what is in flight and which engines are ready, in one line."""
         in_flight = self.requests.in_flight
         places = [f"{prompt_id} {place}" for prompt_id, place in itertools.islice(in_flight.items(), MAX_PROMPTS_SHOWN)]
         shown = f" ({', '.join(places)}{', …' if len(in_flight) > MAX_PROMPTS_SHOWN else ''})" if places else ""
-        return f"{len(in_flight)} groups in flight{shown}, {self.pool.situation()}"
+        return f"{len(in_flight)} groups in flight{shown}, {self.pool.describe()}"
 
     async def _single_turns(
         self,

@@ -9,7 +9,7 @@
 - The policy acts by one JSON object: its reply, or the arguments of a tool call. What does not fit the action's schema
   (`GET /schema`), and what the server refuses, is an observation: "error: …".
 - The score is the sum of all rewards. The episode ends with `done`, or by a limit of the run.
-- A server without a free session is asked again until a deadline; a server that is gone is a failure, never a reward.
+- A server without a free session is tried again until a deadline; a server that is gone is a failure, never a reward.
 """
 
 import json
@@ -134,8 +134,8 @@ def _http_url(url: object) -> str:
     return f"{'https' if scheme in ('wss', 'https') else 'http'}://{rest}"
 
 
-def _action_schema(url: str, given: str) -> dict[str, Any]:
-    """Ask a server for the schema of its actions, without what every action has. `given`: its URL as it was written.
+def _action_schema(url: str, shown: str) -> dict[str, Any]:
+    """Return the schema of a server's actions, without what every action has. `shown`: its URL as it was written.
 
     Raises:
         LoadError: It does not answer, or is another kind of server.
@@ -145,12 +145,12 @@ def _action_schema(url: str, given: str) -> dict[str, Any]:
             schema: dict[str, Any] = dict(json.load(answer)["action"])
             properties = dict(schema.get("properties", {}))
     except urllib.error.HTTPError as error:
-        raise LoadError(f"environment.url={given} is not an OpenEnv server: GET /schema is {error.code}") from error
+        raise LoadError(f"environment.url={shown} is not an OpenEnv server: GET /schema is {error.code}") from error
     except OSError as error:
         reason = getattr(error, "reason", error)
-        raise LoadError(f"environment.url={given} does not answer ({reason}): start the server first") from error
+        raise LoadError(f"environment.url={shown} does not answer ({reason}): start the server first") from error
     except (ValueError, LookupError, TypeError, HTTPException) as error:
-        raise LoadError(f"environment.url={given} is not an OpenEnv server: GET /schema has no action") from error
+        raise LoadError(f"environment.url={shown} is not an OpenEnv server: GET /schema has no action") from error
 
     properties.pop("metadata", None)
     return {"required": [], **schema, "properties": properties}

@@ -74,7 +74,7 @@ class EpisodePolicy:
         self._clock = clock
         self._open = url
         self._base_url: str | None = None
-        self._asked = 0
+        self._requests_sent = 0
         self._sequences = EpisodeSequences(renderer, limits.max_observation_tokens, opening)
         self._transcript = Transcript(clock)
         self._tasks: set[asyncio.Task[Answer]] = set()
@@ -98,12 +98,12 @@ class EpisodePolicy:
         continuation, new = self._continuation(messages, conversation, tools)
         self._transcript.add_messages(new, len(continuation.append))
 
-        asked = time.monotonic()
+        started = time.monotonic()
         sequence = self._sequences.extend(continuation)
         before = len(sequence.token_ids)
         answer = await self._sample(continuation, sequence, max_tokens, logprobs=False)
 
-        reply = self._reply(answer, sequence.token_ids[:before], time.monotonic() - asked, tools)
+        reply = self._reply(answer, sequence.token_ids[:before], time.monotonic() - started, tools)
         thoughts = (*reasonings(messages or ()), reply.reasoning)
         self._sequences.remember(
             conversation, reply, ReplyEnd(continuation.sequence, before + len(answer.token_ids), thoughts)
@@ -120,9 +120,9 @@ class EpisodePolicy:
         continuation = self._sequences.continuation_of_tokens(token_ids)
         self._transcript.add_messages(self._renderer.read(continuation.append), len(continuation.append))
 
-        asked = time.monotonic()
+        started = time.monotonic()
         answer = await self._sample(continuation, self._sequences.extend(continuation), max_tokens, logprobs)
-        reply = self._reply(answer, token_ids, time.monotonic() - asked)
+        reply = self._reply(answer, token_ids, time.monotonic() - started)
         log_probabilities = None if answer.logprobs is None else tuple(answer.logprobs)
         return Sampled(tuple(answer.token_ids), answer.finish, log_probabilities, reply.text)
 
@@ -147,7 +147,7 @@ class EpisodePolicy:
             raise ValueError(f"max_tokens={max_tokens} is not accepted: give at least 1")
         if self._closed:
             raise RuntimeError("the episode is over: the policy is not sampled again")
-        if self._asked >= self._limits.max_turns:
+        if self._requests_sent >= self._limits.max_turns:
             raise self._over(OutOfTurns(f"environment.max_turns={self._limits.max_turns}"))
         if self._clock.seconds > self._limits.episode_s:
             raise self._over(OutOfTime(f"environment.episode_s={self._limits.episode_s:g}"))
@@ -176,7 +176,7 @@ class EpisodePolicy:
         Raises:
             OutOfTokens: There was no room for another token.
         """
-        self._asked += 1
+        self._requests_sent += 1
         self.count("observation_tokens", continuation.observed)
 
         limits = [each for each in (max_tokens, self._limits.max_turn_tokens) if each is not None]

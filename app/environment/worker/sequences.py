@@ -89,9 +89,9 @@ class EpisodeSequences:
         """Return the continuation after the longest idle sequence that is a prefix of these tokens."""
         best, length = len(self.all), 0
         for number, sequence in enumerate(self.all):
-            held = len(sequence.token_ids)
-            if length < held <= len(token_ids) and not sequence.in_flight and token_ids[:held] == sequence.token_ids:
-                best, length = number, held
+            size = len(sequence.token_ids)
+            if length < size <= len(token_ids) and not sequence.in_flight and token_ids[:size] == sequence.token_ids:
+                best, length = number, size
         return Continuation(best, token_ids[length:], len(token_ids) - length if length else 0)
 
     def new(self, token_ids: Sequence[int]) -> Continuation:
@@ -128,10 +128,10 @@ class EpisodeSequences:
 
         Of several, one that is the end of its sequence; of these, the latest.
         """
-        given = reasonings(messages)
+        wanted = reasonings(messages)
 
         def similarity(each: ReplyEnd) -> tuple[list[bool], bool]:
-            same = [mine == its for mine, its in zip(reversed(given), reversed(each.reasonings), strict=True)]
+            same = [mine == its for mine, its in zip(reversed(wanted), reversed(each.reasonings), strict=True)]
             return same, self._is_end(each.sequence, each.length)
 
         return max(reversed(ends), key=similarity)
