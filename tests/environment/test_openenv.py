@@ -13,7 +13,7 @@ import pytest
 from aiohttp import WSMsgType, web
 
 from app.environment import openenv
-from app.environment.protocol import EnvironmentFailed, Reply, Task, ToolCall
+from app.environment.protocol import EnvironmentFailed, OutOfTurns, Reply, Task, ToolCall
 from app.utils.dotted_path import LoadError
 from tests.environment.interpreters import BUILD_S
 from tests.environment.openenv_server import EchoServer, echo_server
@@ -206,6 +206,13 @@ def test_an_action_that_the_server_refuses_is_an_observation() -> None:
     assert policy.asked[1]["messages"][-1]["content"] == "error: guess: too low"
     assert policy.asked[2]["messages"][-1]["content"] == "error: division by zero"
     assert policy.counts == {"tool_calls": 3.0, "tool_failures": 2.0}
+
+
+def test_a_limit_of_the_run_keeps_the_rewards_so_far() -> None:
+    policy = ScriptedPolicy([Reply(act(1)), OutOfTurns()])
+    guessing = Guessing()
+    assert play(policy, guessing) == {"reward": -0.25, "last_reward": -0.25}
+    assert guessing.closed == 1
 
 
 @pytest.mark.parametrize(

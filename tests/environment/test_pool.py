@@ -87,6 +87,14 @@ async def test_an_episode_is_closed_once_however_it_ends_well(own: Maker, tmp_pa
     assert notes(tmp_path) == ["began set/0@0", "closed set/0@0"]
 
 
+async def test_a_truncated_last_reply_ends_the_episode_as_length(own: Maker) -> None:
+    spec = own("class Env:\n    def begin(self, task): ...\n    def step(self, reply): assert reply.truncated")
+
+    async with running_pool(spec) as pool:
+        end = (await play(await pool.begin(a_task(), tokens("q")), lambda ask: ("ab", "length"))).scored
+    assert (end.ending, end.scores) == ("length", {})
+
+
 async def test_an_aborted_episode_whose_step_hangs_is_closed_and_its_worker_replaced(
     own: Maker, tmp_path: Path
 ) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from app.environment.protocol import Renderer, Reply
 from app.environment.rendering import renderer_for
-from tests.environment.qwen import ids, tokenizer, write_model
+from tests.environment.qwen import TEMPLATES, ids, tokenizer, write_model
 from tests.folders import ROOT
 
 FAMILIES = ["qwen3", "qwen3.5"]
@@ -137,6 +137,17 @@ def test_a_new_user_message_strips_reasoning_by_the_template_and_keeps_it_on_dem
     assert whole != sequence + appended
 
 
+def test_where_there_is_no_reasoning_to_strip_a_new_user_message_continues_the_sequence(
+    models: dict[str, Path],
+) -> None:
+    renderer = renderer_for("chat", str(models["qwen3"]), "template", True)
+    sequence = renderer.opening([QUESTION]) + sampled("qwen3", said="It is 3.")
+    appended = renderer.following(sequence, [NEXT])
+    assert appended is not None
+    answer = {"role": "assistant", "content": "It is 3."}
+    assert sequence + appended == by_transformers(models["qwen3"], [QUESTION, answer, NEXT])
+
+
 def test_a_truncated_reply_is_closed_by_tokens_that_were_not_sampled(family: str, renderer: Renderer) -> None:
     opening = renderer.opening([QUESTION], TOOLS)
     whole = opening + sampled(family, "Hm.", call=CALLS[family])
@@ -147,6 +158,12 @@ def test_a_truncated_reply_is_closed_by_tokens_that_were_not_sampled(family: str
 
     in_thought = opening + ids("Hm. So" if family == "qwen3.5" else "<think>\nHm. So")
     assert renderer.following(in_thought, [RESULT], TOOLS) == [*ids(f"</think>{END}"), *after_whole]
+
+
+def test_an_assistant_message_among_the_new_ones_begins_a_new_sequence(family: str, models: dict[str, Path]) -> None:
+    renderer = renderer_for("chat", str(models[family]), "keep", False)
+    sequence = renderer.opening([QUESTION]) + ids(f"3{END}")
+    assert renderer.following(sequence, [{"role": "assistant", "content": "4"}, NEXT]) is None
 
 
 def parse(models: dict[str, Path], family: str, text: str, tools: Any = TOOLS) -> Reply:
@@ -241,6 +258,22 @@ def test_whatever_is_sampled_can_be_parsed_and_continued(models: dict[str, Path]
     assert renderer.parse(reply, opening, TOOLS).token_ids == tuple(reply)
     appended = renderer.following(opening + reply, [data.draw(st.sampled_from([RESULT, NEXT]))], TOOLS)
     assert appended is None or appended[-len(opening) :][-1] == opening[-1]
+
+
+@pytest.mark.parametrize("thinking", [False, True])
+@pytest.mark.parametrize("template", ["qwen3_instruct_2507", "qwen3_5_nothink"])
+def test_a_template_with_another_thinking_mode_or_none_is_followed(
+    tmp_path: Path, template: str, thinking: bool
+) -> None:
+    folder = write_model(tmp_path, "qwen3", (TEMPLATES / f"{template}.jinja").read_text())
+    renderer = renderer_for("chat", str(folder), "template", thinking)
+    opening = renderer.opening([QUESTION])
+    assert opening == by_transformers(folder, [QUESTION], thinking=thinking)
+    if template == "qwen3_instruct_2507":
+        appended = renderer.following(opening + ids(f"3{END}"), [NEXT])
+        assert appended is not None
+        whole = by_transformers(folder, [QUESTION, {"role": "assistant", "content": "3"}, NEXT], thinking=thinking)
+        assert opening + ids(f"3{END}") + appended == whole
 
 
 CHANNELS = (

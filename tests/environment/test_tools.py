@@ -10,7 +10,7 @@ import pytest
 from app.environment.protocol import Message
 from app.environment.rendering import renderer_for
 from app.environment.tool_schema import checked, schema_of
-from app.environment.tools import make
+from app.environment.tools import load_tools, make
 from tests.environment import my_tools
 from tests.environment.pools import a_task
 from tests.environment.qwen import chat_choice, decoded, user
@@ -186,6 +186,14 @@ def test_a_schema_says_what_hints_and_docstring_say() -> None:
             },
         },
     }
+
+
+def test_the_methods_of_a_class_are_tools_without_self() -> None:
+    tools = load_tools([f"{HERE}.Notes"])
+    assert sorted(tools) == ["read", "read_later", "upper", "write"]
+    assert tools["write"].schema["function"]["parameters"]["required"] == ["text"]
+    assert tools["upper"].schema["function"]["parameters"]["required"] == ["text"]
+    assert tools["read"].schema["function"]["parameters"]["properties"] == {}
 
 
 def test_arguments_are_given_as_the_hints_say_and_a_string_stands_for_the_value_it_spells() -> None:

@@ -116,6 +116,20 @@ async def test_of_two_samples_with_one_text_the_one_with_the_given_reasoning_goe
     assert len(talker.sequences) == 2
 
 
+@pytest.mark.parametrize("sample", [0, 1])
+async def test_the_reasoning_of_earlier_replies_tells_two_samples_apart_too(sample: int) -> None:
+    talker = thinker("first", "second", "same", "same", "third")
+
+    histories = []
+    for reply in [await talker.policy([user("q")]) for _ in range(2)]:
+        history = [user("q"), reply.message, RESULT]
+        again = await talker.policy(history)
+        histories.append([*history, again.message, RESULT])
+    await talker.policy(histories[sample])
+    assert where(talker, "third") == [sample]
+    assert len(talker.sequences) == 2
+
+
 async def test_an_unknown_history_and_one_that_the_template_rewrites_begin_new_sequences() -> None:
     engine = Engine("ab", "cd", "ef")
 
@@ -190,6 +204,20 @@ async def test_tokens_extend_the_longest_sequence_that_they_begin_with() -> None
     assert same_sequences(policy, engine)
 
 
+async def test_tokens_that_an_agent_rendered_are_shown_as_what_they_say() -> None:
+    policy = policy_of(Engine("ab", "cd", "ef"))
+    await policy.generate(tokens("q"))
+    await policy.generate(tokens("qabtold"))
+    await policy.generate(tokens("qabtoldcd"))  # nothing to append
+    assert [(turn["role"], turn["text"], turn["tokens"]) for turn in policy.turns] == [
+        ("user", "q", 1),
+        ("assistant", "ab", 2),
+        ("tool", "told", 4),
+        ("assistant", "cd", 2),
+        ("assistant", "ef", 2),
+    ]
+
+
 async def test_another_client_of_the_same_conversation_is_recognized() -> None:
     engine = Engine("!add", "cd", "ef")
 
@@ -241,6 +269,16 @@ def test_a_shortened_text_has_at_most_its_tokens_and_keeps_both_ends(size: int, 
     assert text.endswith(tail)
     assert most == 1 or 0.5 * most < count(cut) <= most
     assert max(longest) <= most * 64 + 50
+
+
+async def test_a_reply_that_the_limit_cut_is_truncated_and_its_sequence_goes_on() -> None:
+    engine = Engine("ab…", "cd")
+
+    policy = policy_of(engine, max_turn_tokens=2)
+    first = await policy([user("q")], max_tokens=7)
+    second = await policy([user("q"), first.message, user("x")], max_tokens=1)
+    assert (first.text, first.truncated, second.truncated) == ("ab", True, False)
+    assert [max_tokens for _, _, max_tokens, _ in engine.asked] == [2, 1]
 
 
 @pytest.mark.parametrize("over", [OutOfTurns, OutOfTokens, OutOfTime])

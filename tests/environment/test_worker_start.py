@@ -84,6 +84,17 @@ def test_a_package_that_the_other_interpreter_lacks_is_named_with_it(
     )
 
 
+def test_an_old_interpreter_is_refused_by_its_version(own: Maker, tmp_path: Path) -> None:
+    # the script itself, in an interpreter that says that it is old
+    script = ROOT / "app" / "worker" / "__main__.py"
+    fake = (
+        "import sys, runpy; sys.version_info = (3, 9, 1, 'final', 0); "
+        f"sys.argv = ['x', '1', '0', 'handler']; runpy.run_path({str(script)!r}, run_name='__main__')"
+    )
+    said = subprocess.run([sys.executable, "-c", fake], capture_output=True, text=True, check=True).stdout
+    assert "it is Python 3.9.1; give 3.11 or later." in said
+
+
 def test_a_memory_limit_that_the_worker_itself_exceeds_is_refused(own: Maker) -> None:
     assert "environment.memory_gib=0.001 is not accepted: give more than 0." in refusal(own(PLAIN, memory_gib=0.001))
 

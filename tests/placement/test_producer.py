@@ -10,13 +10,28 @@ import pytest
 from app.errors import EngineError
 from app.placement.fully_async import FullyAsync
 from app.types import InFlight
-from tests.placement.test_fully_async import assert_bound, assert_ledger, hash_of
+from tests.placement.test_fully_async import assert_bound, assert_ledger, hash_of, total
 from tests.simulation import World, config, play, virtual
 
 
 def rare_tail(seconds: float, *, every: int = 10) -> Callable[[str], float]:
     """One prompt in `every` takes so long, the others 1 s."""
     return lambda prompt_id: seconds if hash_of(prompt_id) % every == 0 else 1.0
+
+
+@pytest.mark.parametrize(("staleness", "mode"), [(1, InFlight.retract), (2, InFlight.in_place)])
+def test_tokens_that_become_too_stale_are_counted(tmp_path: Path, staleness: int, mode: InFlight) -> None:
+    made = config(steps=30, max_staleness=staleness, in_flight=mode)
+    world = World(made, tmp_path, rare_tail(9.0), tokens=1000)
+    play(world)
+    discarded = sum(line["rollout/discarded_tokens"] for line in world.recorder.lines)
+    dropped = total(world, "dropped") * 2 * 1000
+    aborted = total(world, "aborted") * 2 * 1000  # had they been sampled to the end
+    assert aborted > 0
+    assert dropped < discarded < dropped + aborted
+    for line in world.recorder.lines:
+        tokens = line["rollout/discarded_tokens"]
+        assert line["rollout/discarded_fraction"] == tokens / (tokens + line["tokens/completion"])
 
 
 @virtual
@@ -87,6 +102,12 @@ def test_a_prompt_that_never_fits_the_bound_is_reported_once_with_what_to_change
     assert smaller in warned
     tails = [prompt_id for prompt_id in world.trainer.ids if hash_of(prompt_id) % 10 == 0]
     assert tails  # nothing is skipped: they are trained on when they fit
+
+
+def test_a_prompt_that_fits_the_second_time_is_not_reported(tmp_path: Path) -> None:
+    world = World(config(steps=12, max_staleness=2, in_flight=InFlight.retract), tmp_path, rare_tail(2.0))
+    play(world)
+    assert [text for text in world.recorder.warnings if "was aborted" in text] == []
 
 
 def test_nothing_is_discarded_that_ends_within_its_bound_while_newer_groups_wait(tmp_path: Path) -> None:

@@ -13,9 +13,10 @@ import psutil
 import pytest
 
 from app.environment.pool import EnvironmentSpec
+from app.errors import EngineError
 from app.rollout.requests import Aborted
 from app.rollout.rollouter import Rollouter
-from app.types import Group
+from app.types import Group, GroupRequest
 from tests.environment.pools import Maker
 from tests.rollout.episodes import Scripted, group, prompt, rollouter_of
 from tests.waiting import until
@@ -184,3 +185,14 @@ async def test_a_cancelled_group_does_not_wait_for_a_plain_step_until_its_deadli
         assert environments.counts["restarts"] == 1
     if name == "InThread":
         Diary(tmp_path).assert_closed_once(8)
+
+
+async def test_a_group_whose_engine_refuses_a_turn_closes_its_environments(own: Maker, tmp_path: Path) -> None:
+    async def refuse(request: GroupRequest) -> None:
+        if request.turn.startswith("2 of") and request.turn.endswith("member 1"):
+            raise EngineError("refused on purpose")
+
+    async with playing(own(DIARY, args={"folder": str(tmp_path)}), Scripted(before=refuse), tmp_path) as played:
+        with pytest.raises(EngineError, match="refused on purpose"):
+            await played.group
+        played.diary.assert_closed_once(4)

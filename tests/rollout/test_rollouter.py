@@ -76,6 +76,16 @@ def test_a_prompt_that_an_engine_always_aborts_ends_with_its_name_and_the_engine
 
 
 @virtual
+async def test_pauses_between_attempts_stay_below_a_minute() -> None:
+    made, _ = rollouter(lambda request, attempt: out_of_memory(request), max_prompt_retries=40)
+
+    with pytest.raises(EngineError, match="41 times"):
+        await sample(made)
+    result = now()
+    assert result == pytest.approx(41 + 0.25 * (2**7 - 1) + 33 * 32)
+
+
+@virtual
 async def test_an_abort_on_request_is_not_an_error_of_the_engine_and_counts_what_was_sampled() -> None:
     made, engine = rollouter()
     engine.seconds = lambda prompt_id: 10.0
