@@ -61,16 +61,13 @@ class Colocate(PlacementController):
     async def _sample(self, count: int) -> list[Group]:
         """Sample the groups of the next `count` prompts, in the order of the prompts."""
         context = self.context
-        prompts = context.cursor.take(count)
-        sampled = context.rollouter.groups(
-            prompts,
+        return await context.rollouter.groups(
+            context.cursor.take(count),
             size=self.config.algorithm.group_size,
             sampling=context.sampling,
             version=self.version,
             limit=self.config.rollout.max_inflight_groups,
         )
-        by_id = {group.prompt.id: group async for group in sampled}
-        return [by_id[prompt.id] for prompt in prompts]
 
     async def _train(self, step: int, scored: list[ScoredGroup], counts: RolloutCounts) -> None:
         trainer = self.context.trainer

@@ -46,8 +46,7 @@ def rollouter(fails: Fails = lambda request, attempt: None, **limits: int) -> tu
 
 
 async def sample(made: Rollouter, count: int = 1) -> list[Group]:
-    groups = made.groups(prompts(count), size=2, sampling=SAMPLING, version=0, limit=count)
-    return [group async for group in groups]
+    return await made.groups(prompts(count), size=2, sampling=SAMPLING, version=0, limit=count)
 
 
 def out_of_memory(request: GroupRequest) -> EngineError:
