@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 
 from app.environment.protocol import Renderer, Reply
 from app.environment.rendering import renderer_for
-from tests.environment.qwen import TEMPLATES, ids, tokenizer, write_model
+from tests.environment.qwen import TEMPLATES, by_transformers, ids, tokenizer, write_model
 from tests.folders import ROOT
 
 FAMILIES = ["qwen3", "qwen3.5"]
@@ -60,20 +59,6 @@ def renderer(family: str, models: dict[str, Path]) -> Renderer:
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("models")
     return {name: write_model(folder / name, name) for name in FAMILIES}
-
-
-def by_transformers(
-    folder: Path, messages: Sequence[dict[str, Any]], tools: Any = None, thinking: bool = True
-) -> list[int]:
-    """The reference: the template as transformers renders it, with the generation prompt."""
-    from transformers import PreTrainedTokenizerFast
-
-    template = (folder / "chat_template.jinja").read_text()
-    reference = PreTrainedTokenizerFast(tokenizer_object=tokenizer(), chat_template=template)
-    found: list[int] = reference.apply_chat_template(
-        list(messages), tools=tools, add_generation_prompt=True, enable_thinking=thinking, return_dict=False
-    )
-    return found
 
 
 def sampled(family: str, thought: str = "", said: str = "", call: str = "", closed: bool = True) -> list[int]:
