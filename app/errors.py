@@ -68,11 +68,7 @@ class EngineLost(EngineError):
 
 
 class TrainerError(RunError):
-    """A trainer rank died, stalled or failed."""
-
-
-class TrainerLost(TrainerError):
-    """The ranks cannot continue: one is gone, or the parameters are in the middle of a step's updates."""
+    """A trainer rank died, stalled or failed. The ranks have to be started again."""
 
 
 class CheckpointError(RunError):

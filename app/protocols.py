@@ -154,18 +154,13 @@ class Trainer(Protocol):
     Calls are made one at a time; only `memory`, `write` and `version` may overlap with others.
 
     Raises (every method):
-        TrainerError: A rank failed, or did not return within `trainer.timeout_s`. Unless `broken`, the ranks can
-            continue after `abort_step`.
+        TrainerError: A rank failed, or did not return within `trainer.timeout_s`. If `abort_step` succeeds then, the
+            state of the last finished step can still be saved; in any case the ranks have to be started again.
     """
 
     @property
     def calls(self) -> int:
         """Calls that returned so far, which is progress for a watchdog."""
-        ...
-
-    @property
-    def broken(self) -> bool:
-        """Whether a rank died or is stuck, so that all ranks have to be started again."""
         ...
 
     async def begin_step(self, *, version: int) -> None:

@@ -96,7 +96,7 @@ class Ending(Enum):
 class GroupRequest:
     """A request for `group_size` completions of one prompt; of an episode's turn, for one.
 
-    With `scored_tokens` nothing is sampled: the one completion is the last of the given tokens, with their
+    With `scored_tokens` nothing is sampled: the one completion is the last of these tokens, with their
     log-probabilities at temperature 1.
     """
 
@@ -110,7 +110,7 @@ class GroupRequest:
 
     @property
     def name(self) -> str:
-        """What no other request in flight is called."""
+        """Unique among requests in flight."""
         return f"{self.prompt_id} turn {self.turn}" if self.turn else self.prompt_id
 
 
@@ -137,7 +137,7 @@ class Completion:
 
     @property
     def oldest_version(self) -> int:
-        if len(self.spans) == 1:  # the usual case, asked for several times
+        if len(self.spans) == 1:  # the usual case, read several times
             return self.spans[0].version
         return min(span.version for span in self.spans)
 

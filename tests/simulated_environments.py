@@ -11,8 +11,7 @@ from typing import Any
 from app.environment.protocol import Task
 from app.environment.wire import Answer, End, Limits, SampleRequest
 from app.environment.worker.calls import Calls
-from app.environment.worker.conversation import Framing
-from app.environment.worker.episode import Episode
+from app.environment.worker.episode import Episode, Framing
 from app.worker.job import Job
 from app.worker.wire import Begin, Close, Closed, Failed
 
@@ -82,7 +81,7 @@ class SimSession:
         self.ended: str | None = None
         self.closed = 0
         self.asked: list[tuple[SampleRequest, list[int]]] = []
-        self._prompt_ids = list(prompt_ids)
+        self._context = list(prompt_ids)
         self._turn = 0
         self._waiting: asyncio.Event | None = None
         self._asks = itertools.count()
@@ -100,14 +99,16 @@ class SimSession:
             ending = "length" if self._full else "stop"
             return End(self.number, {"score": self.script.score}, ending, [], "1", {"tool_calls": 1.0})
 
-        append = OBSERVATION if self._turn else self._prompt_ids
+        if self._turn:
+            self._context += OBSERVATION
         self._turn += 1
         self._waiting = asyncio.Event()
-        return SampleRequest(self.number, next(self._asks), 0, append, None, False)
+        return SampleRequest(self.number, next(self._asks), 0, list(self._context), None, False)
 
     def reply(self, ask: SampleRequest, answer: Answer) -> None:
         assert self._waiting is not None
         self.asked.append((ask, list(answer.token_ids)))
+        self._context += answer.token_ids
         self._full = answer.finish == "full"
         self._waiting.set()
 
@@ -145,8 +146,8 @@ class InProcessEnvironments:
         fields = {each.name: getattr(task, each.name) for each in dataclasses.fields(task)}
         session = Job(number, worker.send, lambda kind, text: None, lambda session: None)
 
-        def ask(sequence: int, append: Sequence[int], most: int | None, logprobs: bool) -> "asyncio.Future[Answer]":
-            request = SampleRequest(number, next(self.numbers), sequence, append, most, logprobs)
+        def ask(sequence: int, context: Sequence[int], limit: int | None, logprobs: bool) -> "asyncio.Future[Answer]":
+            request = SampleRequest(number, next(self.numbers), sequence, context, limit, logprobs)
             worker.asks[request.number] = asyncio.get_running_loop().create_future()
             session.receive(request)
             return worker.asks[request.number]
@@ -175,6 +176,6 @@ class _InProcessWorker:
     def send(self, message: Any) -> None:
         match message:
             case Answer():
-                self.asks.pop(message.ask).set_result(message)
+                self.asks.pop(message.number).set_result(message)
             case Close():
                 self.episode.abort(force=message.force)

@@ -290,10 +290,10 @@ class SimTrainer:
     trained: list[tuple[int, list[Group]]] = field(default_factory=list)  # version trained, groups
     finished_at: list[float] = field(default_factory=list)
     calls: int = 0
-    broken: bool = False
     aborts: int = 0
     fail: Mapping[str, Exception] = field(default_factory=dict)  # by call; raised once
     hang: str | None = None
+    restored: int = 0  # version
     offloaded: set[TrainerMemory] = field(default_factory=set)
 
     async def begin_step(self, *, version: int) -> None:
@@ -340,7 +340,7 @@ class SimTrainer:
 
     async def version(self) -> int | None:
         self._raise("version")
-        return self.trained[-1][0] + 1 if self.trained else 0
+        return self.trained[-1][0] + 1 if self.trained else self.restored
 
     async def memory(self) -> list[MemoryUse]:
         return [MemoryUse(0, 0.0)]
@@ -354,7 +354,8 @@ class SimTrainer:
     async def write(self, folder: Path) -> dict[str, int]:
         return {}
 
-    async def restore(self, folder: Path, *, version: int) -> None: ...
+    async def restore(self, folder: Path, *, version: int) -> None:
+        self.restored = version
 
     async def _work(self, call: str, seconds: float) -> None:
         self._raise(call)
@@ -384,6 +385,8 @@ class SimSync:
 
     def set_engines(self, engines: Mapping[int, Any]) -> None:
         self.engines = list(engines.values())
+
+    async def abort(self) -> None: ...
 
     async def sync(self, version: int) -> SyncReport:
         if version == self.fail_at:
@@ -419,6 +422,12 @@ class Lines:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self.lines.append({"step": step, **metrics})
+
+    used = False
+
+    def resume(self, step: int) -> None:
+        self.lines = [line for line in self.lines if line["step"] <= step]
+        self.ledger = [each for each in self.ledger if each[0] <= step]
 
     def log_prompts(
         self, step: int, *, trained: Sequence[str], filtered: Sequence[str], unplayable: Sequence[str] = ()

@@ -103,11 +103,6 @@ def overlong_punishment(tokens: int, *, limit: int, buffer: int) -> float:
     return -min(excess / buffer, 1.0)
 
 
-def has_reward_variance(group: Group) -> bool:
-    """Whether the raw rewards differ. Dynamic sampling drops groups without variance (DAPO, section 3.2)."""
-    return bool(group.rewards.min() != group.rewards.max())
-
-
 def contributes_gradient(trajectory: Trajectory, *, mask_truncated: bool) -> bool:
     """False for a truncated trajectory under `mask_truncated` (DAPO's overlong filtering, section 3.4)."""
     return not (mask_truncated and trajectory.truncated)

@@ -26,7 +26,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from app.config import RunConfig
 from app.config.placement import PlacementKind
 from app.device import Device
-from app.errors import RunError, TrainerLost, one_line
+from app.errors import RunError, TrainerError, one_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +50,14 @@ class DevicePlacement:
         """Ask for the locations of the trainer's bundles again, while no rank holds them.
 
         Raises:
-            TrainerLost: Ray did not reserve the bundles of a lost node again within `trainer.timeout_s`.
+            TrainerError: Ray did not reserve the bundles of a lost node again within `trainer.timeout_s`.
         """
         timeout_s = self.config.trainer.timeout_s
         try:
             self.locations = await _locate_bundles(self.group, self.config, self.device, timeout_s)
         except (TimeoutError, RayError) as error:
             late = f"within trainer.timeout_s={timeout_s:.0f} s"
-            raise TrainerLost(f"the trainer's devices were not reserved again {late}: {one_line(error)}") from error
+            raise TrainerError(f"the trainer's devices were not reserved again {late}: {one_line(error)}") from error
 
     def rank_options(self, rank: int) -> dict[str, Any]:
         return {**resources(self.device, 1), **self._in_bundle(self._bundle_of_rank(rank))}

@@ -7,6 +7,6 @@ Invariants:
 - The driver sees tokens; an environment sees text.
 - An episode ends exactly once, as scored, failed or aborted, and its environment is closed then.
 
-`pool` and `remote` run in the driver. All other modules also run in a worker, where they import only the standard
+`pool` runs in the driver. All other modules also run in a worker, where they import only the standard
 library at first: the packages of an adapter are imported where they are used.
 """

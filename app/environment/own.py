@@ -3,7 +3,7 @@
     class Guess:                                   # python -m app environment._target_=my_envs.Guess reward=environment
         def begin(self, task):                     # what the policy reads first; None: the data's own question
             self.secret, self.found = int(task.answer), False
-        def step(self, reply):                     # a str or messages: the talk goes on; None: it ends
+        def step(self, reply):                     # a str or messages: the episode continues; None: it ends
             if not reply.text.strip().isdigit():
                 return "a number, please"          # a reply is never a failure
             guess = int(reply.text)

@@ -41,7 +41,7 @@ class OutOfTokens(EpisodeOver):
 
 
 class OutOfTurns(EpisodeOver):
-    """The policy has been asked `environment.max_turns` times."""
+    """The policy has replied `environment.max_turns` times."""
 
     ending = "turns"
 
@@ -111,7 +111,7 @@ class Sampled:
 
     token_ids: tuple[int, ...]
     finish: str  # "stop" or "length"
-    logprobs: tuple[float, ...] | None = None  # of the engine, one for each token, where asked for
+    logprobs: tuple[float, ...] | None = None  # of the engine, one for each token, if requested
     text: str = ""  # parsed, without reasoning and tool calls
 
 

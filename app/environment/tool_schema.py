@@ -89,7 +89,7 @@ def _type_schema(hint: Any, parameter: str) -> dict[str, Any]:
     raise SchemaError(f"its parameter {parameter} has the type {shown}, which has no JSON form: give {ACCEPTED}")
 
 
-def checked(schema: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def checked(schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a call as the function takes them.
 
     A string stands for the value it spells where the schema wants none: "5" for an integer.
@@ -101,11 +101,11 @@ def checked(schema: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, An
     properties, required = parameters["properties"], parameters["required"]
     takes = ", ".join(f"{name} ({_shown(found)})" for name, found in properties.items()) or "no arguments"
 
-    if missing := [name for name in required if name not in given]:
+    if missing := [name for name in required if name not in arguments]:
         raise ValueError(f"the argument {missing[0]} is missing; it takes {takes}")
-    if unknown := [name for name in given if name not in properties]:
+    if unknown := [name for name in arguments if name not in properties]:
         raise ValueError(f"there is no argument {unknown[0]}; it takes {takes}")
-    return {name: _fitting(properties[name], value, name) for name, value in given.items()}
+    return {name: _fitting(properties[name], value, name) for name, value in arguments.items()}
 
 
 def _fitting(schema: Mapping[str, Any], value: Any, name: str) -> Any:

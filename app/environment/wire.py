@@ -5,7 +5,8 @@
 
 Invariants:
 - A worker sends End, Failed or Closed after it called the environment's `close`.
-- Only new tokens travel: each side appends `SampleRequest.append`, then the sampled tokens, to its own copy.
+- The worker owns the tokens of an episode: each request carries all of its sequence. The driver keeps what was sampled
+  for each request, and joins it once, at the end.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,9 +41,9 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What an engine sampled for a `SampleRequest`. finish `full`: no room was left and nothing was sampled."""
+    """The sampled tokens of a `SampleRequest`. finish `full`: no room was left and nothing was sampled."""
 
-    ask: int
+    number: int  # of the request
     token_ids: Sequence[int]
     finish: str  # stop, length, full
     logprobs: Sequence[float] | None = None
@@ -50,10 +51,10 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class SampleRequest(Request):
-    """Append tokens to a sequence, then sample."""
+    """Sample after all tokens of a sequence."""
 
     sequence: int  # from 0; the number of sequences so far: a new one
-    append: Sequence[int]
+    context: Sequence[int]
     max_tokens: int | None
     logprobs: bool
 

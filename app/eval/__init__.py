@@ -52,10 +52,10 @@ async def evaluate(
     metrics: dict[str, dict[str, float]] = {}
     all_groups: list[Group] = []
     for name, prompts in sets.items():
-        stream = rollouter.groups(
+        played = await rollouter.groups(
             prompts, size=settings.samples, sampling=sampling, version=version, limit=limit, training=False
         )
-        groups = [group async for group in stream if group.trajectories]
+        groups = [group for group in played if group.trajectories]
         if not groups:
             raise RunError(f"every episode of evaluation set {name} failed: see logs/environment.log")
         metrics[name] = measure(groups)

@@ -8,12 +8,12 @@
       ├ restore           the latest checkpoint, the prompt cursor, the records; or begin anew
       ├ controller.run    placement/colocate.py or placement/fully_async.py, until `steps`:
       │                       generate → score → train → sync → commit the step → evaluate, save when due
-      ├ save_last_step    if anything but the trainer ended it (placement/last_step.py)
+      ├ save_last_step    if anything ended it early
       └ export            the model, as a Hugging Face directory
 
-A trainer that is lost ends one pass of `train_with_restarts`: engines abort what is in flight, new ranks start, and the
-run goes on from the latest checkpoint, at most `recovery.max_restarts` times. A resumed run takes the same path in a
-new process.
+Recovery: whatever fails in the trainer ends one pass of `train_with_restarts`. Its open step is aborted; if that works,
+the last finished step is saved. Engines abort their requests, new ranks start, and the run continues from the latest
+checkpoint, at most `recovery.max_restarts` times. A resumed run takes the same path in a new process.
 """
 
 import asyncio
@@ -31,14 +31,13 @@ from app.config import Mode, RunConfig
 from app.config.command_line import given_settings, override
 from app.config.placement import PlacementKind
 from app.device import Device, device_of
-from app.errors import TrainerError, TrainerLost
+from app.errors import RunError, TrainerError
 from app.mode import ModeResult
 from app.model.hf_directory import identity
 from app.placement.colocate import Colocate
 from app.placement.context import RunContext
 from app.placement.controller import PlacementController
 from app.placement.fully_async import FullyAsync
-from app.placement.last_step import save_last_step
 from app.placement.time_sharing import TimeSharing
 from app.protocols import Trainer
 from app.recovery.resume import checkpoint_of
@@ -128,22 +127,26 @@ class TrainingRun:
         self._cursor_at_start: dict[str, Any] = workers.inputs.prompts.train.state()
 
     async def train_with_restarts(self) -> float:
-        """Train to the last step; returns the last evaluation's accuracy. Raises `TrainerLost` after the last retry."""
+        """Train to the last step; returns the last evaluation's accuracy. Raises the last failure of the trainer."""
         limit = self.config.recovery.max_restarts if self.config.checkpoint.keep else 0
-        lost: TrainerLost | None = None
+        failure: TrainerError | None = None
         while True:
             try:
-                return await self._train_once(lost)
-            except TrainerLost as error:
+                return await self._train_once(failure)
+            except TrainerError as error:
                 if self.restarts >= limit or not self.started:
                     raise
-                lost = error
+                failure = error
                 self.restarts += 1
                 self.recorder.warn(f"restarting the trainer: {error}")
                 await self.workers.supervisor.abort_in_flight()
 
-    async def _train_once(self, lost: TrainerLost | None) -> float:
-        """Start a trainer and train with it until the run ends or the trainer is lost."""
+    async def _train_once(self, failure: TrainerError | None) -> float:
+        """Start a trainer and train with it until the run ends or the trainer fails.
+
+        Args:
+            failure: Of the trainer before.
+        """
         first = self.restarts == 0
         async with start_trainer_workers(
             self.config, self.device, self.folder, self.workers, first=first
@@ -153,10 +156,10 @@ class TrainingRun:
             if self.config.checkpoint.keep and first:
                 self.checkpoints.prepare(await trainer_workers.trainer.checkpoint_bytes(), resume_point)
             version = await self.restore_or_initialize(trainer_workers.trainer, resume_point)
-            if lost is not None:  # after the restore, which truncates records newer than the checkpoint
+            if failure is not None:  # after the restore, which truncates records newer than the checkpoint
                 self.recorder.warn(
                     f"trainer failed; restarted from step {version} "
-                    f"(restart {self.restarts}/{self.config.recovery.max_restarts}): {lost}"
+                    f"(restart {self.restarts}/{self.config.recovery.max_restarts}): {failure}"
                 )
 
             context = self._context(trainer_workers, version)
@@ -165,22 +168,16 @@ class TrainingRun:
             controller = self.schedule(context, version, evaluation_due=due)
             try:
                 return await self.run(controller)
-            except TrainerError as error:
-                await trainer_workers.synchronizer.abort()
-                if isinstance(error, TrainerLost) or trainer_workers.trainer.broken:
-                    raise TrainerLost(str(error)) from error
+            except TrainerError:
+                await trainer_workers.synchronizer.abort()  # engines are in a process group with the old ranks
                 raise
 
     async def run(self, controller: PlacementController) -> float:
-        """Run the schedule; save the last step however that ends, unless the trainer failed; export at the end."""
+        """Run the schedule; save the last step however that ends; export at the end."""
         async with self.workers.monitor():
             try:
                 accuracy = await controller.run()
                 await self.checkpoints.wait()
-            except TrainerError:
-                if problem := await self.checkpoints.settle(self.config.checkpoint.grace_s):
-                    self.recorder.warn(problem)
-                raise
             except (asyncio.CancelledError, Exception):
                 await save_last_step(controller)
                 raise
@@ -283,3 +280,56 @@ class TrainingRun:
 
 def _names(paths: Sequence[Path]) -> str:
     return ", ".join(map(str, paths))
+
+
+async def save_last_step(controller: PlacementController) -> None:
+    """Abort the open step and save the last finished one, unless it is saved.
+
+    Takes at most `checkpoint.grace_s` and the time that the trainer's current microbatch needs: two of the longest so
+    far, since on an accelerator another one may be queued. Warns if the step could not be saved. A cancellation ends
+    the attempt, and is raised after the warning.
+    """
+    config = controller.config.checkpoint
+    reason = "an unexpected error"
+    try:
+        async with asyncio.timeout(config.grace_s + 2 * controller.microbatch_s):
+            await _save_last_step(controller)
+    except TimeoutError:
+        reason = f"checkpoint.grace_s={config.grace_s:g} s passed during: {controller.current_phase}"
+    except RunError as error:
+        reason = str(error)
+    except asyncio.CancelledError:
+        reason = f"a third signal arrived during: {controller.current_phase}"
+        raise
+    finally:
+        checkpoints = controller.context.checkpoints
+        await checkpoints.settle(0)
+        if config.keep and controller.version not in (0, checkpoints.committed_step):
+            controller.context.recorder.warn(f"step {controller.version} was not saved: {reason}")
+
+
+async def _save_last_step(controller: PlacementController) -> None:
+    context, checkpoints = controller.context, controller.context.checkpoints
+
+    # Also if there is nothing to save: busy ranks could not free what a weight sync holds.
+    controller.current_phase = "aborting the open step"
+    try:
+        await context.trainer.abort_step()
+    except TrainerError:
+        await checkpoints.wait()  # ranks that cannot abort may still finish a checkpoint
+        raise
+    if not controller.config.checkpoint.keep:
+        return
+
+    controller.current_phase = "writing the checkpoint before"
+    await checkpoints.wait()
+    controller.current_phase = "recording the last step"
+    await controller.commit_finished()
+    if controller.version in (0, checkpoints.committed_step):
+        return
+
+    context.recorder.status(f"saving step {controller.version}")
+    controller.current_phase = "capturing the state"
+    await controller.save()
+    controller.current_phase = "writing the checkpoint"
+    await checkpoints.wait()

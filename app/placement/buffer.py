@@ -8,7 +8,7 @@ The bound is `(max_staleness + 1) · prompts_per_step` groups. Admission enforce
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from app.types import Group
 
@@ -21,8 +21,7 @@ class GroupBuffer:
 
     def __init__(self, capacity: int):
         self.capacity = capacity  # groups
-        # With its oldest version, which would be asked for at every comparison.
-        self._groups: deque[tuple[int, Group]] = deque()
+        self._groups: deque[tuple[int, Group]] = deque()  # with their oldest versions, computed once
         self._arrived = asyncio.Event()
 
     def __len__(self) -> int:
@@ -40,23 +39,17 @@ class GroupBuffer:
         self._groups.insert(position, (version, group))
         self._arrived.set()
 
-    def put_back(self, groups: Sequence[Group]) -> None:
-        """Return the groups of an aborted step to the head, in this order."""
-        self._groups.extendleft((group.oldest_version, group) for group in reversed(groups))
-        if groups:
-            self._arrived.set()
-
-    async def take(self, most: int, *, is_fresh: Callable[[Group], bool]) -> tuple[list[Group], list[Group]]:
+    async def take(self, limit: int, *, is_fresh: Callable[[Group], bool]) -> tuple[list[Group], list[Group]]:
         """Wait until the buffer is not empty or `wake` is called, then remove groups from its head.
 
         Returns:
-            Up to `most` fresh groups, and the stale ones removed along with them.
+            Up to `limit` fresh groups, and the stale ones removed along with them.
         """
         await self._arrived.wait()
 
         fresh: list[Group] = []
         stale: list[Group] = []
-        while self._groups and len(fresh) < most:
+        while self._groups and len(fresh) < limit:
             _, group = self._groups.popleft()
             if is_fresh(group):
                 fresh.append(group)

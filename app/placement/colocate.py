@@ -7,11 +7,9 @@
 One loop: a step generates, trains and syncs, in that order; nothing overlaps.
 """
 
-from app.algorithm.advantage import has_reward_variance
-from app.errors import TrainerError
+from app.algorithm.filter import RolloutCounts
 from app.placement.controller import PlacementController
-from app.placement.step_metrics import RolloutCounts
-from app.types import Group, ScoredGroup, StepReport
+from app.types import Group, ScoredGroup
 
 
 class Colocate(PlacementController):
@@ -36,64 +34,45 @@ class Colocate(PlacementController):
 
         async with self.phase("train"):
             await self.context.time_sharing.give_to_trainer()
-            scored = [self.score(group) for group in groups]
-            report = await self._train(step, scored, counts)
+            await self._train(step, [self.score(group) for group in groups], counts)
 
         async with self.phase("sync"):
             sync = await self.context.time_sharing.give_to_engines(lambda: self.sync(step))
 
-        await self.commit(step, scored, counts, report, sync, self._step_seconds())
+        await self.commit(sync)
 
     async def _generate(self) -> tuple[list[Group], RolloutCounts]:
         """Sample `prompts_per_step` groups, in the order of their prompts.
 
-        With dynamic sampling (DAPO, section 3.2) groups whose raw rewards are all equal are filtered and others are
-        sampled in their place, for at most `max_refill_rounds` rounds.
+        Groups that are not kept are replaced by others, for at most `max_refill_rounds` rounds.
         """
         algorithm = self.config.algorithm
         groups: list[Group] = []
         counts = RolloutCounts()
         for _ in range(1 + algorithm.max_refill_rounds):
-            for group in await self._sample(algorithm.prompts_per_step - len(groups)):
-                if len(group.trajectories) < algorithm.smallest_group:
-                    counts.unplayable.append(group.prompt.id)
-                    counts.discarded_tokens += group.completion_tokens
-                elif algorithm.dynamic_sampling and not has_reward_variance(group):
-                    counts.filtered.append(group)
-                else:
-                    groups.append(group)
+            sampled = await self._sample(algorithm.prompts_per_step - len(groups))
+            groups += [group for group in sampled if counts.keep(group, algorithm)]
             if len(groups) == algorithm.prompts_per_step:
                 break
 
-        counts.failed = self.context.rollouter.take_lost()
+        counts.failed = self.context.rollouter.pop_lost()
         return groups, counts
 
     async def _sample(self, count: int) -> list[Group]:
         """Sample the groups of the next `count` prompts, in the order of the prompts."""
         context = self.context
-        prompts = context.cursor.take(count)
-        sampled = context.rollouter.groups(
-            prompts,
+        return await context.rollouter.groups(
+            context.cursor.take(count),
             size=self.config.algorithm.group_size,
             sampling=context.sampling,
             version=self.version,
             limit=self.config.rollout.max_inflight_groups,
         )
-        by_id = {group.prompt.id: group async for group in sampled}
-        return [by_id[prompt.id] for prompt in prompts]
 
-    async def _train(self, step: int, scored: list[ScoredGroup], counts: RolloutCounts) -> StepReport:
-        """Train one step; if it fails and the ranks can continue, retry it on the same groups."""
-        while True:
-            try:
-                return await self._train_once(step, scored, counts)
-            except TrainerError as error:
-                await self.recover_step(error)
-
-    async def _train_once(self, step: int, scored: list[ScoredGroup], counts: RolloutCounts) -> StepReport:
+    async def _train(self, step: int, scored: list[ScoredGroup], counts: RolloutCounts) -> None:
         trainer = self.context.trainer
         await trainer.begin_step(version=step)
         if scored and self.config.algorithm.needs_old_logprobs:
             await trainer.old_logprobs(scored)
         await trainer.add_groups(scored)
-        return await self.finish_step(step, scored, lambda: counts)
+        await self.finish_step(step, scored, counts)

@@ -1,37 +1,46 @@
-"""The base of both schedules: phases, scoring, evaluation, the commit of a step, checkpoints and retries.
+"""The base of both schedules: phases, scoring, evaluation, the commit of a step, checkpoints.
 
 Invariants:
-    - A step is committed as a whole: metrics, prompt ids, cursor; then, when due, a checkpoint of exactly that state.
-      Wherever a run resumes, every earlier prompt was trained on or filtered exactly once, and every other prompt is
-      still to come.
-    - `version` is the policy version synced last, which is the number of finished steps.
+    - A step counts once the trainer has finished it. It is committed as a whole, after its weight sync or when the run
+      ends before: metrics, prompt ids, cursor; then, when due, a checkpoint of exactly that state. Wherever a run
+      resumes, every earlier prompt was trained on or filtered exactly once, and every other prompt is still to come.
+    - `version` is the number of committed steps, which is the policy version synced last.
+    - A step that fails ends the schedule with a `TrainerError`. `app/mode/train.py` saves the step before, if the
+      trainer can still be read, and starts the ranks again.
 """
 
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 from app.algorithm.advantage import score
+from app.algorithm.filter import RolloutCounts
 from app.checkpoint.run_state import RunState
-from app.errors import RunError, TrainerError, TrainerLost
+from app.errors import RunError, TrainerError
 from app.eval import evaluate, is_due
 from app.placement.context import RunContext
-from app.placement.step_metrics import RolloutCounts, step_metrics
+from app.placement.step_metrics import step_metrics
 from app.placement.watchdog import watchdog
 from app.types import Group, ScoredGroup, StepReport, SyncReport
 from app.utils.files import describe
 from app.utils.tasks import in_thread
 
-ABORT_TIMEOUT_S = 30.0  # deadline of an abort on a trainer that has just failed
 CURSOR, DEMONSTRATIONS = "cursor", "demonstrations"  # in `RunState.extra`
 EMPTY_STEPS = 3  # consecutive steps without a group; then the run ends
 
-# A step whose last call to the trainer was made and that is not committed yet, and what commits it.
-Commit = Callable[[StepReport, Mapping[str, float]], Awaitable[None]]  # from the report and the seconds so far
-Unsynced = tuple[int, Commit, "asyncio.Future[StepReport]"]
+
+@dataclass(frozen=True, slots=True)
+class PendingStep:
+    """A step between the trainer's last call and its commit."""
+
+    step: int
+    report: "asyncio.Future[StepReport]"
+    scored: Sequence[ScoredGroup] = ()
+    counts: RolloutCounts = field(default_factory=RolloutCounts)
 
 
 class PlacementController(ABC):
@@ -47,9 +56,8 @@ class PlacementController(ABC):
         self.current_phase = "start"
         self.seconds: dict[str, float] = {}  # of the phases of the current step
         self.microbatch_s = 0.0  # of the longest microbatch so far
-        self._unsynced: Unsynced | None = None
+        self._pending: PendingStep | None = None
         self._empty_steps: dict[int, RolloutCounts] = {}  # the last ones, without a group, in a row
-        self._trainer_failures = 0  # in a row
 
     async def run(self) -> float:
         """Train to the last step; returns the last evaluation's accuracy. Raises `RunError` without progress."""
@@ -108,52 +116,41 @@ class PlacementController(ABC):
 
         raise _nothing_to_train_on(self._empty_steps.values(), self.context.rollouter.last_failure)
 
-    async def finish_step(
-        self, step: int, scored: Sequence[ScoredGroup], counts: Callable[[], RolloutCounts]
-    ) -> StepReport:
+    async def finish_step(self, step: int, scored: Sequence[ScoredGroup], counts: RolloutCounts) -> None:
         """Add the step's demonstrations and finish it. Without groups make no update.
 
         Raises `RunError` if an engine does not sample with the trainer's weights.
         """
         if not scored:
             await self.context.trainer.abort_step()
-            return StepReport(step, 0, {})
+            report: asyncio.Future[StepReport] = asyncio.get_running_loop().create_future()
+            report.set_result(StepReport(step, 0, {}))
+            self._pending = PendingStep(step, report, (), counts)
+            return
+
         if self.context.probe.running:
             with self.context.recorder.timeline.span("trainer", "compare with engines", step=step):
                 await self.context.probe.check(self.context.trainer)
 
         if (demonstrations := self.context.demonstrations) is not None:
             await self.context.trainer.add_demonstrations(demonstrations.of_step(step))
+        await self.finish_open_step(step, scored, counts)
 
-        return await self.finish_open_step(
-            step, lambda report, took: self.commit(step, scored, counts(), report, SyncReport(step, 0, 0, {}), took)
-        )
+    async def finish_open_step(
+        self, step: int, scored: Sequence[ScoredGroup] = (), counts: RolloutCounts | None = None
+    ) -> None:
+        """Finish the open step, which is pending from then on.
 
-    async def finish_open_step(self, step: int, commit: Commit) -> StepReport:
-        """Finish the open step, which `commit` records if the run ends before its schedule does.
-
-        A cancellation leaves the trainer's call in progress: `commit_unsynced` awaits its report.
+        A cancellation leaves the trainer's call in progress: `commit` awaits its report.
         """
         async with self.context.weight_sync.updating(step):
             finishing = asyncio.ensure_future(self.context.trainer.finish_step())
             finishing.add_done_callback(lambda done: done.cancelled() or done.exception())
-            self._unsynced = step, commit, finishing
+            self._pending = PendingStep(step, finishing, scored, counts or RolloutCounts())
             report = await asyncio.shield(finishing)
 
         self.microbatch_s = max(self.microbatch_s, report.metrics.get("time/microbatch_max", 0.0))
         self.context.probe.saw(report.metrics.get("mismatch/kl_same_version"))
-        return report
-
-    async def commit_unsynced(self, version: int | None) -> None:
-        """Record a step whose weights were not synced, before the run ends.
-
-        Raises `TrainerError` unless the trainer's parameters, of policy `version`, are those of such a step.
-        """
-        if self._unsynced is None or version != self._unsynced[0]:
-            raise TrainerError("the next update had already changed the parameters")
-        _, commit, report = self._unsynced
-        seconds = self._step_seconds()  # without the wait for the report
-        await commit(await report, seconds)
 
     async def sync(self, version: int) -> SyncReport:
         """Sync the weights and add the sync's phases, which are consecutive, to the timeline."""
@@ -168,41 +165,53 @@ class PlacementController(ABC):
                 begin += seconds
         return report
 
-    async def commit(
-        self,
-        step: int,
-        scored: Sequence[ScoredGroup],
-        counts: RolloutCounts,
-        report: StepReport,
-        sync: SyncReport,
-        seconds: Mapping[str, float],
-        extra: Mapping[str, float] | None = None,
-    ) -> None:
-        """Record a finished step and mark its prompts as consumed."""
-        rollouter = self.context.rollouter
-        groups = [each.group for each in scored]
+    async def commit(self, sync: SyncReport | None = None, extra: Mapping[str, float] | None = None) -> None:
+        """Record the pending step and mark its prompts as consumed.
 
-        metrics = step_metrics(scored, counts, report, sync, seconds, trained_version=self.version)
+        Args:
+            sync: The report of its weight sync; None if the run ends before.
+            extra: Further metrics.
+        """
+        assert self._pending is not None
+        pending = self._pending
+        seconds = self._step_seconds()  # before the wait for the report
+        report = await pending.report
+        groups = [each.group for each in pending.scored]
+        counts, rollouter = pending.counts, self.context.rollouter
+
+        sync = sync or SyncReport(pending.step, 0, 0, {})
+        metrics = step_metrics(pending.scored, counts, report, sync, seconds, trained_version=self.version)
         metrics |= {**(extra or {}), **rollouter.scorer.metrics, **rollouter.failure_metrics}
         if not self.config.algorithm.reward_coefficient:
             metrics.pop("reward/zero_std_fraction", None)  # equal rewards are no problem without their advantages
 
         trained = [group.prompt.id for group in groups]
         filtered = [group.prompt.id for group in counts.filtered] + counts.unplayable
-        self.context.recorder.log_samples(step, groups, rollouter.tokenizer.decode)
-        await self.record(step, metrics, trained=trained, filtered=filtered, unplayable=counts.unplayable)
+        self.context.recorder.log_samples(pending.step, groups, rollouter.tokenizer.decode)
+        await self.record(metrics, trained=trained, filtered=filtered, unplayable=counts.unplayable)
+
+    async def commit_finished(self) -> None:
+        """Before the run ends: commit the pending step, if the trainer has finished it.
+
+        No step may be open. Raises `TrainerError` if the parameters are not those of the last committed step.
+        """
+        version = await self.context.trainer.version()
+        if self._pending is not None and version == self._pending.step:
+            await self.commit()
+        elif version is None or version > self.version:
+            raise TrainerError("the next update had already changed the parameters")
 
     async def record(
         self,
-        step: int,
         metrics: Mapping[str, float],
         *,
         trained: Sequence[str],
         filtered: Sequence[str] = (),
         unplayable: Sequence[str] = (),
     ) -> None:
-        """Record the metrics of a finished step and the ids of its prompts, which are consumed by it."""
-        context = self.context
+        """Record the metrics of the pending step and the ids of its prompts, which are consumed by it."""
+        assert self._pending is not None
+        context, step = self.context, self._pending.step
         restarts = {"recovery/engine_restarts": float(context.supervisor.restarts)}
         metrics = {**metrics, **await context.memory.sample(), **restarts, **context.checkpoints.metrics}
         with _recording(f"step {step}"):
@@ -211,26 +220,8 @@ class PlacementController(ABC):
         context.cursor.mark_consumed([*trained, *filtered])
 
         self.version = step
-        self._unsynced = None
+        self._pending = None
         self.evaluation_due = is_due(self.config.eval, step=step, last_step=self.config.steps)
-        self._trainer_failures = 0
-
-    async def recover_step(self, error: TrainerError) -> None:
-        """Abort a failed step so that it can be retried. Raises `TrainerLost` if the ranks cannot continue."""
-        self._trainer_failures += 1
-        trainer = self.context.trainer
-        try:
-            await asyncio.wait_for(trainer.abort_step(), ABORT_TIMEOUT_S)
-            version = await trainer.version()
-        except (TrainerError, TimeoutError):
-            # The original error is more informative than this one.
-            raise TrainerLost(str(error)) from error
-
-        if isinstance(error, TrainerLost) or version is None or version > self.version:
-            raise TrainerLost(str(error)) from error
-        if self._trainer_failures > self.config.recovery.max_restarts:
-            raise error
-        self.context.recorder.warn(f"step {self.version + 1} failed and is retried: {error}")
 
     # --- around steps
 
@@ -304,9 +295,9 @@ class PlacementController(ABC):
         """A value that changes with every finished group and every call that returns."""
         return *self.context.rollouter.progress, self.context.trainer.calls
 
-    def situation(self) -> str:
+    def describe(self) -> str:
         """Describe what the run is waiting for, in one line."""
-        return f"step {self.version + 1}, phase {self.current_phase}: {self.context.rollouter.situation()}"
+        return f"step {self.version + 1}, phase {self.current_phase}: {self.context.rollouter.describe()}"
 
 
 def data_state(context: RunContext) -> dict[str, Any]:

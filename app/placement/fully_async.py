@@ -24,12 +24,10 @@ Invariants:
 
 import asyncio
 
-from app.errors import TrainerError
 from app.placement.context import RunContext
 from app.placement.controller import PlacementController
 from app.placement.producer import Producer
-from app.placement.step_metrics import RolloutCounts
-from app.types import ScoredGroup, StepReport
+from app.types import ScoredGroup
 from app.utils.tasks import root_cause
 
 
@@ -40,7 +38,6 @@ class FullyAsync(PlacementController):
         super().__init__(context, version, evaluation_due=evaluation_due)
         self.producer = Producer(context, version)
         self._busy_before = 0.0  # seconds in which engines had requests, before the current step
-        self._drained: RolloutCounts | None = None  # the counts of the current step, once its commit has begun
 
     async def _run(self) -> None:
         await self.sync(self.version)
@@ -55,22 +52,17 @@ class FullyAsync(PlacementController):
 
     async def _consume(self) -> None:
         while not self.finished:
-            try:
-                await self._step(self.version + 1)
-            except TrainerError as error:
-                await self.recover_step(error)
-                continue
+            await self._step(self.version + 1)
             await self.after_step()
             self.producer.resume_dispatch()
 
     async def _step(self, step: int) -> None:
         self.seconds = {}
-        self._drained = None
         self._busy_before = self.context.pool.busy_seconds()
 
         self.context.probe.start(self.version, self.context.pool.alive)
         async with self.phase("train"):
-            scored, report = await self._train(step)
+            scored = await self._train(step)
 
         async with self.phase("sync"):
             self.producer.pause_dispatch()
@@ -83,34 +75,24 @@ class FullyAsync(PlacementController):
             "idle/trainer": (seconds["wait"] + seconds["sync"]) / seconds["step"],
             "idle/rollout": 1 - seconds["generate"] / seconds["step"],
         }
-        await self.commit(step, scored, self._counts(), report, sync, seconds, idle)
+        await self.commit(sync, idle)
 
-    async def _train(self, step: int) -> tuple[list[ScoredGroup], StepReport]:
-        """Train one step. When it fails, its groups return to the head of the buffer."""
-        scored: list[ScoredGroup] = []
+    async def _train(self, step: int) -> list[ScoredGroup]:
+        """Train one step; returns its groups."""
         await self.context.trainer.begin_step(version=step)
-        try:
-            await self._collect(scored)
-            self.require_groups(len(scored), self.producer.counts)
-            if not self.config.stream:
-                scored = self.producer.by_dispatch_order(scored)
-                await self._add_all(scored)
+        scored = await self._collect()
+        self.require_groups(len(scored), self.producer.counts)
+        if not self.config.stream:
+            scored = self.producer.by_dispatch_order(scored)
+            await self._add_all(scored)
 
-            async with self.phase("finish", track="trainer", record_memory=False):
-                report = await self.finish_step(step, scored, self._counts)
-        except TrainerError:
-            self.producer.put_back([each.group for each in scored])
-            raise
-        return scored, report
+        async with self.phase("finish", track="trainer", record_memory=False):
+            await self.finish_step(step, scored, self.producer.drain_counts())
+        return scored
 
-    def _counts(self) -> RolloutCounts:
-        """Return the counts of the step's untrained groups. Drained once: an interrupted commit is repeated with it."""
-        if self._drained is None:
-            self._drained = self.producer.drain_counts()
-        return self._drained
-
-    async def _collect(self, scored: list[ScoredGroup]) -> None:
-        """Take and score the groups of a step, appending to `scored`. If streaming, train on them as they arrive."""
+    async def _collect(self) -> list[ScoredGroup]:
+        """Take and score the groups of a step. If streaming, train on them as they arrive."""
+        scored: list[ScoredGroup] = []
         wanted = self.config.algorithm.prompts_per_step
         while len(scored) < wanted and not self.producer.refill_exhausted():
             async with self.phase("wait", track="trainer", record_memory=False):
@@ -119,6 +101,7 @@ class FullyAsync(PlacementController):
             scored += fresh
             if self.config.stream and fresh:
                 await self.context.trainer.add_groups(fresh)
+        return scored
 
     async def _add_all(self, scored: list[ScoredGroup]) -> None:
         trainer = self.context.trainer
@@ -133,6 +116,6 @@ class FullyAsync(PlacementController):
         generate = self.context.pool.busy_seconds() - self._busy_before
         return {"step": train + sync, "generate": generate, "wait": wait, "train": train - wait, "sync": sync}
 
-    def situation(self) -> str:
+    def describe(self) -> str:
         """Describe what the run is waiting for, in one line."""
-        return f"{super().situation()}; {self.producer.situation()}"
+        return f"{super().describe()}; {self.producer.describe()}"

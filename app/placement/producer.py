@@ -16,11 +16,10 @@ import itertools
 from collections.abc import Iterable
 from functools import partial
 
-from app.algorithm.advantage import has_reward_variance
+from app.algorithm.filter import RolloutCounts
 from app.placement.buffer import GroupBuffer
 from app.placement.context import RunContext
 from app.placement.staleness import StalenessManager
-from app.placement.step_metrics import RolloutCounts
 from app.rollout.requests import Aborted
 from app.types import Group, Prompt, ScoredGroup
 
@@ -30,8 +29,7 @@ WARN_ABORTS = 3  # of one prompt
 class Producer:
     """Dispatches prompts while admission allows, and hands out fresh groups.
 
-    Lifecycle of a step: `take` … (or `put_back`), `pause_dispatch`, `abort_stale`, `on_weights_synced`,
-    `resume_dispatch`.
+    Lifecycle of a step: `take` …, `pause_dispatch`, `abort_stale`, `on_weights_synced`, `resume_dispatch`.
     """
 
     def __init__(self, context: RunContext, version: int):
@@ -68,13 +66,13 @@ class Producer:
 
     # --- for the consumer
 
-    async def take(self, most: int) -> list[Group]:
-        """Wait for groups and remove up to `most` that are fresh enough to be trained on now.
+    async def take(self, limit: int) -> list[Group]:
+        """Wait for groups and remove up to `limit` that are fresh enough to be trained on now.
 
         Stale groups are dropped and counted; their prompts are sampled again. May return no groups; call again.
         """
         fresh, stale = await self.buffer.take(
-            most, is_fresh=lambda group: self.staleness.is_fresh(group.oldest_version)
+            limit, is_fresh=lambda group: self.staleness.is_fresh(group.oldest_version)
         )
         if stale:
             self.counts.dropped += len(stale)
@@ -85,17 +83,13 @@ class Producer:
             self._changed.set()
         return fresh
 
-    def put_back(self, groups: Iterable[Group]) -> None:
-        """Return the groups of an aborted step to the head of the buffer."""
-        self.buffer.put_back(list(groups))
-
     def by_dispatch_order(self, scored: Iterable[ScoredGroup]) -> list[ScoredGroup]:
         """Sort by dispatch. Arrival order would put the short completions into the same update."""
         return sorted(scored, key=lambda each: self._dispatch_number[each.group.prompt.id])
 
     def refill_exhausted(self) -> bool:
         """Whether the step used up its refill rounds, so that it trains on what it has."""
-        return not len(self.buffer) and len(self.counts.filtered) + len(self.counts.unplayable) >= self.max_rejected
+        return not len(self.buffer) and self.counts.rejected >= self.max_rejected
 
     def pause_dispatch(self) -> None:
         self.staleness.dispatch_open = False
@@ -120,10 +114,10 @@ class Producer:
     def drain_counts(self) -> RolloutCounts:
         """Return the counts since the last call, and start again at zero."""
         counts, self.counts = self.counts, RolloutCounts()
-        counts.failed = self.context.rollouter.take_lost()
+        counts.failed = self.context.rollouter.pop_lost()
         return counts
 
-    def situation(self) -> str:
+    def describe(self) -> str:
         """Describe the buffer and the admission, in one line."""
         return (
             f"{len(self.buffer)} groups in the buffer, capacity for {self.staleness.capacity} more, "
@@ -176,46 +170,28 @@ class Producer:
             return
 
         self._warned = True
-        config = self.context.config
-        steps = self.staleness.max_staleness + 1
-        if config.environment.multi_turn:
-            self.context.recorder.warn(
-                f"prompt {prompt.id} was aborted {aborts} times: its episodes take more than {steps} weight syncs "
-                "(placement.max_staleness + 1) and begin again each time. Raise placement.max_staleness to at least "
-                f"{steps}, or try a smaller environment.max_turns or rollout.max_inflight_groups. environment/seconds "
-                "is the time of the episodes that end."
-            )
-            return
-
+        bound = self.staleness.max_staleness + 1
+        if self.context.config.environment.multi_turn:
+            what, smaller, drain = "episodes take", "environment.max_turns", ""
+        else:
+            what, smaller = f"completions ({tokens} tokens so far) take", "rollout.max_completion_tokens"
+            drain = " placement.in_flight=drain aborts none, but every sync waits for the longest completion."
         self.context.recorder.warn(
-            f"prompt {prompt.id} was aborted {aborts} times, last after {tokens} of at most "
-            f"{config.algorithm.group_size * config.rollout.max_completion_tokens} tokens: its completions take longer "
-            f"than {steps} steps (placement.max_staleness + 1) and begin again each time. Try a larger "
-            "placement.max_staleness, or a smaller rollout.max_completion_tokens or rollout.max_inflight_groups. "
-            "placement.in_flight=drain aborts none, but every sync waits for the longest completion."
+            f"prompt {prompt.id} was aborted {aborts} times: its {what} more than {bound} weight syncs "
+            f"(placement.max_staleness + 1) and begin again each time. Raise placement.max_staleness to at least "
+            f"{bound}, or try a smaller {smaller} or rollout.max_inflight_groups.{drain}"
         )
 
     def _on_sampled(self, prompt: Prompt, group: Group) -> None:
         self._aborts.pop(prompt.id, None)
-        if len(group.trajectories) < self.context.config.algorithm.smallest_group:
-            self.counts.unplayable.append(prompt.id)
-            self.counts.discarded_tokens += group.completion_tokens
-            self._reject(prompt)
-            return
-
-        if self.context.config.algorithm.dynamic_sampling and not has_reward_variance(group):
-            self.counts.filtered.append(group)
-            self._reject(prompt)
+        if not self.counts.keep(group, self.context.config.algorithm):
+            self._release(prompt)
+            self.buffer.wake()  # the consumer may have to stop waiting for refills
             return
 
         del self.running[prompt.id]
         self.staleness.accept()
         self.buffer.put(group)
-
-    def _reject(self, prompt: Prompt) -> None:
-        """Release a group that is not trained on. The consumer may have to stop waiting for refills."""
-        self._release(prompt)
-        self.buffer.wake()
 
     def _release(self, prompt: Prompt) -> None:
         del self.running[prompt.id]

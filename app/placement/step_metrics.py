@@ -1,27 +1,15 @@
 """The metrics of one step, assembled in one place for both placements."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
+from app.algorithm.filter import RolloutCounts
 from app.algorithm.metrics import advantage_metrics, group_metrics, source_metrics, staleness_metrics
 from app.types import Ending, Episode, Group, ScoredGroup, StepReport, SyncReport
 
 OWN_METRICS = ("turns", "sequences", "wall_seconds", "engine_seconds", "prompt_tokens", "cached_tokens")
 TOOL_CALLS, TOOL_FAILURES = "tool_calls", "tool_failures"
-
-
-@dataclass(slots=True)
-class RolloutCounts:
-    """Groups since the last step that were filtered, dropped, aborted or retried."""
-
-    filtered: list[Group] = field(default_factory=list)  # by dynamic sampling
-    dropped: int = 0  # too stale when taken
-    aborted: int = 0  # too stale while in flight
-    failed: int = 0  # lost to an engine and sent again
-    unplayable: list[str] = field(default_factory=list)  # ids of prompts whose environments left too few members
-    discarded_tokens: int = 0  # completion tokens of dropped, aborted and unplayable groups
 
 
 def step_metrics(

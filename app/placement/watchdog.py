@@ -39,7 +39,7 @@ class Watched(Protocol):
     def progress(self) -> tuple[object, ...]:
         """A value that changes when the run makes progress."""
 
-    def situation(self) -> str:
+    def describe(self) -> str:
         """Describe what the run is waiting for, in one line."""
 
 
@@ -75,7 +75,7 @@ def limit_seconds(config: RunConfig) -> float:
 
 
 def _episode_seconds(config: RunConfig) -> float:
-    """Return the most seconds between two messages of environments: a step, its abort and a new worker, in a row."""
+    """Return the maximum seconds between two messages of environments: a step, its abort and a new worker, in a row."""
     if not config.environment.multi_turn:
         return 0.0
     step = config.environment.timeout_s + SILENCE_TIMEOUT_S
@@ -101,7 +101,7 @@ async def _watch(run: Watched, pool: EnginePool, limit: float, folder: Path) -> 
             with contextlib.suppress(OSError):  # a full disk must not hide the error below
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(task_stacks(), encoding="utf-8")
-            raise RunError(f"no progress for {limit:.0f} s: {run.situation()}; stacks: {path}")
+            raise RunError(f"no progress for {limit:.0f} s: {run.describe()}; stacks: {path}")
         await asyncio.sleep(POLL_INTERVAL_S)
 
 

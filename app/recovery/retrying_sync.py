@@ -2,8 +2,8 @@
 
 Invariants:
     - The parameters are not updated while they are synced (`updating`).
-    - If an engine failed, the sync is retried without it, or with its replacement. If the trainer failed, `TrainerLost`
-      is raised.
+    - If an engine failed, the sync is retried without it, or with its replacement. If the trainer failed, its
+      `TrainerError` is raised.
     - After more than `recovery.max_engine_failures` failures in a row the last failure is raised.
 """
 
@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 
-from app.errors import EngineError, RunError, SyncError, TrainerError, TrainerLost
+from app.errors import EngineError, SyncError
 from app.protocols import RolloutEngine, Trainer, WeightSynchronizer
 from app.recovery.engine_supervisor import Engines, EngineSupervisor, backoff, summary
 from app.types import SyncReport
@@ -52,7 +52,7 @@ class RetryingWeightSync:
             self.version = version
 
     async def sync(self, version: int) -> SyncReport:
-        """Sync into every engine, with retries. Raises `EngineError`, `SyncError` or `TrainerLost`."""
+        """Sync into every engine, with retries. Raises `EngineError`, `SyncError` or `TrainerError`."""
         report: SyncReport | None = None
         attempt = 0
         while report is None:
@@ -101,16 +101,9 @@ class RetryingWeightSync:
                 return await self.synchronizer.sync(self.version)
         except (EngineError, SyncError) as error:
             await self.supervisor.diagnose(engines)
-            await self._require_trainer(error)
+            await self.trainer.version()  # raises if the trainer caused the failure
             if attempt > self._limit:
                 raise
             self.supervisor.warn(f"{summary(error)} (repeating sync {self.version}, attempt {attempt + 1})")
             await asyncio.sleep(backoff(attempt))
             return None
-
-    async def _require_trainer(self, error: RunError) -> None:
-        """Raise `TrainerLost` if the trainer caused a failed sync."""
-        try:
-            await self.trainer.version()
-        except TrainerError as failure:
-            raise TrainerLost(str(failure)) from error

@@ -111,14 +111,14 @@ async def stall(
 async def _poll(
     client: Client, clock: ProgressClock, sampling: Callable[[], InFlightRequests], *, seconds: float
 ) -> None:
-    asked = sampling()
-    if not asked:
-        clock.reset(asked, time.monotonic())
+    before = sampling()
+    if not before:
+        clock.reset(before, time.monotonic())
         return
 
     replied, report = await _report(client, seconds)
-    # The report says nothing about prompts that ended, or were paused, since it was asked for.
-    prompts = {prompt: ids for prompt, ids in sampling().items() if prompt in asked}
+    # The report says nothing about prompts that ended, or were paused, since it was requested.
+    prompts = {prompt: ids for prompt, ids in sampling().items() if prompt in before}
     if replied and report is None:
         clock.beats += 1
         clock.reset(prompts, time.monotonic())

@@ -37,7 +37,7 @@ class Requests:
     """The requests of a run.
 
     Attributes:
-        lost: Prompts of which a request was sent again after its engine was lost, since `Rollouter.take_lost`.
+        lost: Prompts with a request resent after an engine failure, since `Rollouter.pop_lost`.
         in_flight: Prompt id → where its group is ("on engine 0"), oldest first.
     """
 

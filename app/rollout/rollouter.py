@@ -2,7 +2,7 @@
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from app.rollout.episodes import Episodes, GroupSpec
 from app.rollout.requests import Requests
 from app.tracking.run_folder.timeline import Timeline
 from app.types import Completion, Group, GroupRequest, Prompt, Sampling, Trajectory
+from app.utils.tasks import gather_or_raise
 
 MAX_PROMPTS_SHOWN = 5  # in messages
 
@@ -102,31 +103,20 @@ class Rollouter:
         version: int,
         limit: int,
         training: bool = True,
-    ) -> AsyncIterator[Group]:
-        """Yield the groups of these prompts as they finish, with at most `limit` in flight.
+    ) -> list[Group]:
+        """Return the groups of these prompts, in their order, with at most `limit` in flight.
 
-        The first failure cancels the rest.
+        The first failure cancels the others.
         """
-        pending = list(reversed(prompts))
-        running: set[asyncio.Task[Group]] = set()
-        try:
-            while pending or running:
-                while pending and len(running) < limit:
-                    sample = self.group(
-                        pending.pop(), size=size, sampling=sampling, version=lambda: version, training=training
-                    )
-                    running.add(asyncio.create_task(sample))
+        slots = asyncio.Semaphore(limit)
 
-                done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    group = task.result()
-                    running.discard(task)
-                    yield group
-        finally:
-            for task in running:
-                task.cancel()
-            # Also retrieves the errors of groups that failed together with the one that is raised.
-            await asyncio.gather(*running, return_exceptions=True)
+        async def one(prompt: Prompt) -> Group:
+            async with slots:
+                return await self.group(
+                    prompt, size=size, sampling=sampling, version=lambda: version, training=training
+                )
+
+        return await gather_or_raise(*(one(prompt) for prompt in prompts))
 
     async def abort(self, prompt_ids: Sequence[str]) -> None:
         """Abort the groups of these prompts, also where an environment computes: their `group` raises `Aborted`."""
@@ -134,7 +124,7 @@ class Rollouter:
             self.episodes.abort(prompt_ids)
         await self.pool.each(RolloutEngine.abort, prompt_ids)
 
-    def take_lost(self) -> int:
+    def pop_lost(self) -> int:
         """Return the number of groups that were sent again after their engine was lost, since the last call."""
         lost = len(self.requests.lost)
         self.requests.lost.clear()
@@ -158,12 +148,12 @@ class Rollouter:
         """A value that changes when a group finishes, a call of an engine returns, or an environment answers."""
         return self.finished, self.pool.progress, self.episodes.progress if self.episodes else 0
 
-    def situation(self) -> str:
+    def describe(self) -> str:
         """Describe what is in flight and which engines are ready, in one line."""
         in_flight = self.requests.in_flight
         places = [f"{prompt_id} {place}" for prompt_id, place in itertools.islice(in_flight.items(), MAX_PROMPTS_SHOWN)]
         shown = f" ({', '.join(places)}{', …' if len(in_flight) > MAX_PROMPTS_SHOWN else ''})" if places else ""
-        return f"{len(in_flight)} groups in flight{shown}, {self.pool.situation()}"
+        return f"{len(in_flight)} groups in flight{shown}, {self.pool.describe()}"
 
     async def _single_turns(
         self,

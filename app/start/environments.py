@@ -30,8 +30,7 @@ def worker_spec(config: RunConfig, model_path: Path, *, tried: bool = False) -> 
     """Return what each worker runs.
 
     Args:
-        tried: The worker lists the tasks of `data.name=environment`, and checks what all workers of the run need
-            together, such as sessions of a server.
+        tried: The worker lists the tasks of `data=environment`.
 
     Raises:
         ConfigError: `model.chat_template` cannot be read.
@@ -56,7 +55,6 @@ def worker_spec(config: RunConfig, model_path: Path, *, tried: bool = False) -> 
         "suffix": config.data.suffix,
         "list_tasks": tried and config.data.from_environment,
         "scored": SCORE in config.reward.components,
-        "sessions": settings.workers * settings.episodes if tried else None,
     }
     return EnvironmentSpec(environment, _renderer(config, model_path), limits, settings.memory_gib, settings.python)
 

@@ -46,7 +46,7 @@ class EngineClient:
             async with asyncio.timeout(seconds), self._pool.least_busy(1) as (_, engine):
                 return await engine.update(route.removeprefix("/"), body)
         except TimeoutError:
-            raise NoAnswer(f"no answer to {route} within {seconds:.0f} s: {self._pool.situation()}") from None
+            raise NoAnswer(f"no answer to {route} within {seconds:.0f} s: {self._pool.describe()}") from None
 
 
 class Teacher:

@@ -313,10 +313,7 @@ class TrainerRank:
         self.state.restore(folder)
         self.step.version = version
 
-    def ready(self) -> None:
-        """Return once all earlier calls are done, on the device too."""
-        if self.accelerator is not None:
-            self.accelerator.synchronize(self.torch_device)
+    # --- preconditions
 
     def require_onloaded(self, call: str, *regions: TrainerMemory) -> None:
         """Raise `TrainerError` if one of these regions is offloaded: its content would be garbage."""

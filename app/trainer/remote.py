@@ -10,14 +10,28 @@ import numpy as np
 import ray
 from ray.exceptions import RayActorError, RayError
 
-from app.algorithm.packed_groups import Packed
-from app.errors import TrainerError, TrainerLost, one_line
+from app.errors import TrainerError, one_line
 from app.trainer.rank import TrainerRank
-from app.types import MemoryUse, ScoredGroup, StepReport, TokenSequence, TrainerMemory
+from app.types import (
+    Completion,
+    Ending,
+    Episode,
+    FinishReason,
+    Group,
+    MemoryUse,
+    Prompt,
+    ScoredGroup,
+    StepReport,
+    TokenSequence,
+    TrainerMemory,
+    Trajectory,
+    VersionSpan,
+)
 from app.utils.ray_calls import last_ray_error, reply, run_error
 
 P = ParamSpec("P")
 T = TypeVar("T")
+Row = tuple[Any, ...]
 STACKS_TIMEOUT_S = 10.0
 ROOT_CAUSE_GRACE_S = 5.0  # after a failure: a rank that does not return by then is stuck
 # These run in their own thread: their failure does not affect queued calls.
@@ -33,8 +47,8 @@ CONCURRENT = (
 class RemoteTrainer:
     """`Trainer` (app/protocols.py) over Ray actors of `TrainerRank`.
 
-    Lifecycle: `setup`, then `attach`, then the calls of `Trainer`. Once `broken`, every call
-    raises: create new actors.
+    Lifecycle: `setup`, then `attach`, then the calls of `Trainer`. Once a rank died or is stuck, every call raises:
+    create new actors.
 
     Args:
         ranks: The actors, in rank order.
@@ -50,11 +64,7 @@ class RemoteTrainer:
         self.timeout_s = timeout_s
         self.logs = logs
         self.calls = 0
-        self._broken: str | None = None  # why
-
-    @property
-    def broken(self) -> bool:
-        return self._broken is not None
+        self.broken: str | None = None  # why no further call is possible
 
     async def setup(self) -> None:
         """Join the ranks and load the model."""
@@ -143,8 +153,8 @@ class RemoteTrainer:
     ) -> list[T]:
         """Call a method on every rank. Returns the results in rank order."""
         name = method.__name__
-        if self._broken is not None:
-            raise TrainerError(f"{name}: the trainer cannot continue, {self._broken}")
+        if self.broken is not None:
+            raise TrainerError(f"{name}: the trainer cannot continue, {self.broken}")
 
         calls = self._submit(method, *args, **kwargs)
         done, waiting = await asyncio.wait(calls, timeout=self.timeout_s, return_when=asyncio.FIRST_EXCEPTION)
@@ -160,7 +170,7 @@ class RemoteTrainer:
             if method is TrainerRank.start:
                 raise self._not_started(late)
             if method not in CONCURRENT:
-                self._broken = f"since trainer rank {late} did not finish {name} in time"
+                self.broken = f"since trainer rank {late} did not finish {name} in time"
             stacks = await self.stacks()
             with contextlib.suppress(OSError):  # a full disk must not hide the error below
                 (self.logs / "stacks.log").write_text(stacks, encoding="utf-8")
@@ -179,7 +189,7 @@ class RemoteTrainer:
         return {_task(reference): rank for rank, reference in enumerate(references)}
 
     def _not_started(self, late: str) -> TrainerError:
-        self._broken = f"since Ray did not start trainer rank {late} in time"
+        self.broken = f"since Ray did not start trainer rank {late} in time"
         return TrainerError(
             f"Ray did not start trainer rank {late} within trainer.timeout_s={self.timeout_s:.0f} s: "
             f"its devices are not free, or its process did not start or does not answer{last_ray_error()}"
@@ -192,26 +202,22 @@ class RemoteTrainer:
 
         A dead rank breaks the collectives of the others, whose errors may come first. It is the root cause.
         """
-        # A rank stuck in a collective does not answer a later call.
-        probes = {} if method in CONCURRENT else self._submit(TrainerRank.ready)
-        await asyncio.wait([*calls, *probes], timeout=ROOT_CAUSE_GRACE_S)
-        stuck = {rank for call, rank in (calls | probes).items() if not call.done()}
-        for call in (*calls, *probes):
+        await asyncio.wait(calls, timeout=ROOT_CAUSE_GRACE_S)
+        stuck = [call for call in calls if not call.done()]
+        for call in stuck:
             call.cancel()
 
-        errors = [(rank, call.exception()) for call, rank in (*probes.items(), *calls.items()) if call.done()]
-        died = sorted({rank for rank, error in errors if isinstance(error, RayActorError)})
+        errors = {rank: call.exception() for call, rank in calls.items() if call not in stuck}
+        died = sorted(rank for rank, error in errors.items() if isinstance(error, RayActorError))
         culprit = died[0] if died else calls[first]
-        # A step that could not be aborted leaves FSDP2 in the middle of a pass: later gradients would be wrong.
+        # A step that could not be aborted leaves FSDP2 in the middle of a pass: its parameters cannot be saved.
         unusable = method is TrainerRank.abort_step or (stuck and method not in CONCURRENT)
         if died or unusable:
-            self._broken = f"since trainer rank {culprit} {'died' if died else 'failed'} during {method.__name__}"
+            self.broken = f"since trainer rank {culprit} {'died' if died else 'failed'} during {method.__name__}"
 
-        # A call's own error replaces its probe's.
-        error = dict(errors)[culprit] or first.exception()
+        error = errors[culprit]
         assert error is not None
-        who = f"trainer rank {culprit}"
-        return run_error(error, who, method.__name__, failed=TrainerError, lost=TrainerLost)
+        return run_error(error, f"trainer rank {culprit}", method.__name__, failed=TrainerError, lost=TrainerError)
 
 
 def _shared(groups: Sequence[ScoredGroup]) -> Sequence[ScoredGroup]:
@@ -229,3 +235,61 @@ def _task(reference: Any) -> asyncio.Future[Any]:
     task = asyncio.ensure_future(reply(reference))
     task.add_done_callback(lambda done: done.cancelled() or done.exception())
     return task
+
+
+class Packed:
+    """Groups that are unpickled as a list of `ScoredGroup` with what `make_samples` reads; the rest is empty.
+
+    They travel as tuples, which pickle in a third of the time: the driver pickles every group of a run. A rank needs no
+    text, row, score or reward. Arrays travel out of band, without a copy.
+    """
+
+    def __init__(self, groups: Sequence[ScoredGroup]):
+        self.groups = groups
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return unpack, ([_group_row(scored) for scored in self.groups],)
+
+
+def unpack(rows: Sequence[Row]) -> list[ScoredGroup]:
+    """Return the groups of `Packed`."""
+    return [_group(*row) for row in rows]
+
+
+def _group_row(scored: ScoredGroup) -> Row:
+    prompt = scored.group.prompt
+    members = [_member_row(trajectory) for trajectory in scored.group.trajectories]
+    return prompt.id, prompt.token_ids, scored.advantages, members
+
+
+def _member_row(trajectory: Trajectory) -> Row:
+    last, episode = trajectory.completion, trajectory.episode
+    sequences = episode and [
+        (each.token_ids, each.sampled, each.logprobs, _span_rows(each.spans), each.teacher_logprobs)
+        for each in episode.sequences
+    ]
+    completion = last.token_ids, last.logprobs, _span_rows(last.spans), last.teacher_logprobs
+    return trajectory.truncated, completion, sequences
+
+
+def _span_rows(spans: Sequence[VersionSpan]) -> list[tuple[int, int, int]]:
+    return [(span.version, span.start, span.end) for span in spans]
+
+
+def _spans(rows: Sequence[tuple[int, int, int]]) -> tuple[VersionSpan, ...]:
+    return tuple(VersionSpan(*row) for row in rows)
+
+
+def _group(prompt_id: str, token_ids: np.ndarray, advantages: np.ndarray, members: Sequence[Row]) -> ScoredGroup:
+    prompt = Prompt(prompt_id, token_ids, "", "")
+    return ScoredGroup(Group(prompt, tuple(_trajectory(prompt, *member) for member in members)), advantages)
+
+
+def _trajectory(prompt: Prompt, truncated: bool, completion: Row, sequences: Sequence[Row] | None) -> Trajectory:
+    token_ids, logprobs, spans, teacher = completion
+    reason, ending = (FinishReason.length, Ending.length) if truncated else (FinishReason.stop, Ending.stop)
+    last = Completion(token_ids, logprobs, reason, _spans(spans), teacher_logprobs=teacher)
+    if sequences is None:
+        return Trajectory(prompt, last, "")
+    made = tuple(TokenSequence(ids, sampled, own, _spans(spans), rest) for ids, sampled, own, spans, rest in sequences)
+    return Trajectory(prompt, last, "", episode=Episode(made, (), ending, {}, {}))

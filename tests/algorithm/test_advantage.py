@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from app.algorithm.advantage import (
     contributes_gradient,
-    has_reward_variance,
     overlong_punishment,
     score,
     shaped_rewards,
 )
+from app.algorithm.filter import has_reward_variance
 from app.config.algorithm import AlgorithmConfig
 from app.errors import RunError
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from app.algorithm.packed_groups import Packed
 from app.trainer.microbatch import Sample, make_samples
+from app.trainer.remote import Packed
 from app.types import Group, ScoredGroup
 from tests.trainer.support import scored_groups
 from tests.trainer.test_sequences import episodes

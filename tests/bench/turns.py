@@ -19,13 +19,13 @@ from pathlib import Path
 
 import numpy as np
 
-from app.algorithm.packed_groups import Packed
 from app.config.model import ModelConfig
 from app.environment.pool import EnvironmentPool, EnvironmentSpec
 from app.environment.wire import Limits, RendererChoice
 from app.model.hf_directory import locate
 from app.placement.fully_async import FullyAsync
 from app.tracking.recorder import RunFolderRecorder
+from app.trainer.remote import Packed
 from app.types import Completion, FinishReason, GroupRequest, InFlight, ScoredGroup, VersionSpan
 from tests.bench.machine import Options, busy, conditions, machine, publish, spread
 from tests.simulation import SimEngine, SimTrainer, World, config

@@ -70,7 +70,7 @@ class Played:
     """What an episode asked for, and how it ended."""
 
     end: End | Failed
-    asks: list[SampleRequest] = field(default_factory=list)
+    texts: list[tuple[int, str]] = field(default_factory=list)  # sequence and appended text of each request
 
     @property
     def scored(self) -> End:
@@ -81,11 +81,6 @@ class Played:
     def failed(self) -> Failed:
         assert isinstance(self.end, Failed), self.end
         return self.end
-
-    @property
-    def texts(self) -> list[tuple[int, str]]:
-        """TokenSequence and appended text of each request."""
-        return [(ask.sequence, text_of(ask.append)) for ask in self.asks]
 
 
 Says = Callable[[SampleRequest], tuple[str, str]]  # text and finish of the reply to a request
@@ -104,12 +99,17 @@ def script(*replies: str) -> Says:
 
 async def play(session: Job, say: Says) -> Played:
     """Answer all requests of an episode until it ends."""
-    asks = []
+    texts: list[tuple[int, str]] = []
+    sequences: dict[int, str] = {}
     while isinstance(event := await asyncio.wait_for(session.next(), PATIENCE_S), SampleRequest):
-        asks.append(event)
+        context, before = text_of(event.context), sequences.get(event.sequence, "")
+        assert context.startswith(before)
+        texts.append((event.sequence, context.removeprefix(before)))
+
         text, finish = say(event)
+        sequences[event.sequence] = context + text
         session.reply(event, Answer(event.number, tokens(text), finish, [-0.5] * len(text) if event.logprobs else None))
-    return Played(event, asks)
+    return Played(event, texts)
 
 
 async def play_one(pool: EnvironmentPool, *replies: str, task: Task | None = None) -> Played:

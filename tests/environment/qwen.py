@@ -6,7 +6,7 @@ copies that TRL 1.16.0 ships as `trl/chat_templates/{qwen3,qwen3_5_think,qwen3_5
 
 import json
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,24 @@ def write_model(folder: Path, name: str, template: str | None = None) -> Path:
     text = (TEMPLATES / TEMPLATE[name]).read_text() if template is None else template
     (folder / "chat_template.jinja").write_text(text)
     return folder
+
+
+def by_transformers(
+    folder: Path, messages: Sequence[Mapping[str, Any]], tools: Any = None, thinking: bool = True
+) -> list[int]:
+    """The reference: the template as transformers renders it, with the generation prompt."""
+    from transformers import PreTrainedTokenizerFast
+
+    template = (folder / "chat_template.jinja").read_text()
+    reference = PreTrainedTokenizerFast(tokenizer_object=tokenizer(), chat_template=template)
+    found: list[int] = reference.apply_chat_template(
+        [dict(each) for each in messages],
+        tools=tools,
+        add_generation_prompt=True,
+        enable_thinking=thinking,
+        return_dict=False,
+    )
+    return found
 
 
 @cache

@@ -14,7 +14,7 @@ class Talker:
 
     Attributes:
         policy: What an environment calls.
-        sequences: The driver's copies, by number.
+        sequences: Tokens so far, by number.
         requests: Sequence and whole text of each request.
     """
 
@@ -27,9 +27,10 @@ class Talker:
         limits = Limits(len(script), None, max_observation_tokens=999, timeout_s=60.0, episode_s=60.0)
         self.policy = EpisodePolicy(self._ask, renderer, limits, opening, prompt, Clock(60.0), lambda policy: "")
 
-    async def _ask(self, sequence: int, append: Sequence[int], max_tokens: int | None, logprobs: bool) -> Answer:
-        tokens = self.sequences.setdefault(sequence, [])
-        tokens += append
+    async def _ask(self, sequence: int, context: Sequence[int], max_tokens: int | None, logprobs: bool) -> Answer:
+        before = self.sequences.get(sequence, [])
+        assert list(context[: len(before)]) == before
+        tokens = self.sequences[sequence] = list(context)
         self.requests.append((sequence, decoded(tokens)))
         said = ids(next(self._script))
         tokens += said

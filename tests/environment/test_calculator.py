@@ -62,20 +62,7 @@ def test_a_reply_without_a_question_ends_the_episode() -> None:
     assert [len(played(reply).asked) for reply in ("", " ?37*84", "37?")] == [1, 1, 1]
 
 
-def test_each_question_gets_its_answer_as_the_next_message() -> None:
-    policy = played("?12*7", "?84+30", "114")
-    assert read(policy)[1] == [{"role": "assistant", "content": "?12*7"}, {"role": "user", "content": "84\n"}]
-    assert last_read(policy) == ["?12*7", "84\n", "?84+30", "114\n"]
-    assert policy.counts == {"tool_calls": 2.0, "tool_failures": 0.0}
-
-
 def test_a_malformed_question_is_counted_and_the_episode_goes_on() -> None:
     policy = played("?12*7+30", "?12*7", "84")
     assert last_read(policy) == ["?12*7+30", ERROR, "?12*7", "84\n"]
     assert policy.counts == {"tool_calls": 2.0, "tool_failures": 1.0}
-
-
-def test_a_policy_that_only_asks_ends_at_its_limit_without_an_error() -> None:
-    policy = played(*["?1+1"] * 8)
-    assert len(read(policy)) == 8
-    assert policy.counts["tool_calls"] == 8

@@ -144,13 +144,13 @@ async def test_a_limit_of_the_episode_is_a_bad_request_that_the_client_does_not_
     limit: Exception, code: str
 ) -> None:
     policy = ScriptedPolicy([limit])
-    seat = listening().open(policy)
+    connection = listening().open(policy)
 
-    async with openai.AsyncOpenAI(base_url=seat.url, api_key="none", max_retries=5) as client:
+    async with openai.AsyncOpenAI(base_url=connection.url, api_key="none", max_retries=5) as client:
         with pytest.raises(openai.BadRequestError) as caught:
             await client.chat.completions.create(model="m", messages=asking("x"))
     assert caught.value.code == code
-    assert seat.over is limit
+    assert connection.over is limit
     assert len(policy.asked) == 1
 
 
@@ -166,7 +166,7 @@ async def test_an_error_of_the_policy_is_not_repeated_either() -> None:
 @pytest.mark.parametrize(
     ("asked", "named"),
     [
-        ({"stream": True}, "stream=true"),
+        ({"stream": True}, "stream "),
         ({"n": 2}, "n must be 1"),
         ({"stop": ["\n"]}, "stop "),
         ({"logprobs": True}, "logprobs "),
@@ -234,17 +234,17 @@ async def test_episodes_do_not_meet_and_an_episode_that_is_over_is_gone() -> Non
     policies = [ScriptedPolicy([Reply(f"reply {number}")] * 2) for number in range(2)]
 
     endpoint = listening()
-    seats = [await asyncio.to_thread(endpoint.open, policy) for policy in policies]  # or in the loop's own thread
-    assert len({seat.url for seat in seats}) == 2
-    assert all(len(seat.url.split("/")[3]) >= 32 for seat in seats), "24 random bytes"
-    answers = await asyncio.gather(*(tool_agent(seat.url, "x") for seat in seats))
+    connections = [await asyncio.to_thread(endpoint.open, policy) for policy in policies]  # or in the loop's own thread
+    assert len({connection.url for connection in connections}) == 2
+    assert all(len(connection.url.split("/")[3]) >= 32 for connection in connections), "24 random bytes"
+    answers = await asyncio.gather(*(tool_agent(connection.url, "x") for connection in connections))
     assert answers == ["reply 0", "reply 1"]
 
-    endpoint.shut(seats[0])
-    endpoint.shut(seats[0])
+    endpoint.shut(connections[0])
+    endpoint.shut(connections[0])
     with pytest.raises(openai.NotFoundError):
-        await tool_agent(seats[0].url, "x")
-    assert await tool_agent(seats[1].url, "x") == "reply 1"
+        await tool_agent(connections[0].url, "x")
+    assert await tool_agent(connections[1].url, "x") == "reply 1"
     assert len(policies[0].asked) == 1
 
 
@@ -278,11 +278,11 @@ async def test_a_request_in_flight_ends_with_its_episode() -> None:
 
     endpoint = listening()
     async with aiohttp.ClientSession() as session:
-        seat = endpoint.open(Slow([]))
-        url = seat.url.removesuffix("/v1") + "/inference/v1/generate"
+        connection = endpoint.open(Slow([]))
+        url = connection.url.removesuffix("/v1") + "/inference/v1/generate"
         request = asyncio.create_task(session.post(url, json={"token_ids": [1]}))
         await asked.wait()
-        endpoint.shut(seat)
+        endpoint.shut(connection)
         answer = await request
         assert (answer.status, await _message(answer)) == (404, "The episode is over.")
 

@@ -157,12 +157,3 @@ def test_a_template_has_the_variables_that_transformers_gives(tmp_path: Path) ->
     folder = write_family(tmp_path, family)
     messages = [QUESTION, {"role": "assistant", "content": "3"}, NEXT]
     assert renderer_of(folder).opening(messages) == reference(folder, messages)
-
-
-def test_another_template_takes_the_place_of_the_models_own(models: dict[str, Path], tmp_path: Path) -> None:
-    source = FAMILIES["smollm2"].template.replace("named SmolLM", "named Smol")
-    renderer = renderer_of(models["smollm2"], template=source)
-    there = write_family(tmp_path, dataclasses.replace(FAMILIES["smollm2"], template=source))
-    assert "named Smol," in renderer.tokenizer.decode(renderer.opening([QUESTION]))
-    own = renderer_of(there)
-    assert renderer.tokenizer.decode(renderer.opening([QUESTION])) == own.tokenizer.decode(own.opening([QUESTION]))

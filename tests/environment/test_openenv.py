@@ -19,7 +19,6 @@ from tests.environment.interpreters import BUILD_S
 from tests.environment.openenv_server import EchoServer, echo_server
 from tests.environment.qwen import chat_choice
 from tests.environment.scripted_policy import ScriptedPolicy
-from tests.waiting import until
 
 SCHEMA = {
     "type": "object",
@@ -33,10 +32,8 @@ TASK = Task("t", "Find the number.", "7", "test", {"answer": "7", "low": 0}, see
 class Guessing:
     """A server whose environment wants a number; `faults` replaces the answer to the n-th step."""
 
-    def __init__(self, faults: Mapping[int, Any] | None = None, full: int = 0, most: int = 1_000_000) -> None:
+    def __init__(self, faults: Mapping[int, Any] | None = None, full: int = 0) -> None:
         self.faults = dict(faults or {})
-        self.most = most  # sessions at once
-        self.held = 0
         self.full = full  # connections that get CAPACITY_REACHED
         self.resets: list[Any] = []
         self.connections = 0
@@ -46,18 +43,13 @@ class Guessing:
         ws = web.WebSocketResponse()
         await ws.prepare(request)
         self.connections += 1
-        if self.connections <= self.full or self.held >= self.most:
-            most = min(self.most, 1) if self.full else self.most
-            error = {"code": "CAPACITY_REACHED", "message": "", "max_sessions": most}
+        if self.connections <= self.full:
+            error = {"code": "CAPACITY_REACHED", "message": "", "max_sessions": 1}
             await ws.send_json({"type": "error", "data": error})
             await ws.close()
             return ws
 
-        self.held += 1
-        try:
-            return await self._session(request, ws)
-        finally:
-            self.held -= 1
+        return await self._session(request, ws)
 
     async def _session(self, request: web.Request, ws: web.WebSocketResponse) -> web.WebSocketResponse:
         steps = 0
@@ -116,11 +108,9 @@ async def served(routes: list[web.RouteDef]) -> AsyncIterator[str]:
         await runner.cleanup()
 
 
-def settings(
-    url: str | None, renderer: str = "plain", timeout_s: float = 60.0, sessions: int | None = None, **args: Any
-) -> dict[str, Any]:
+def settings(url: str | None, renderer: str = "plain", timeout_s: float = 60.0, **args: Any) -> dict[str, Any]:
     choice = {**chat_choice(), "name": renderer}
-    return {"url": url, "args": args, "renderer": choice, "limits": {"timeout_s": timeout_s}, "sessions": sessions}
+    return {"url": url, "args": args, "renderer": choice, "limits": {"timeout_s": timeout_s}}
 
 
 def play(
@@ -253,32 +243,6 @@ def test_a_server_that_stays_full_is_a_failure_that_names_the_deadline() -> None
     assert guessing.connections >= 2
 
 
-@pytest.mark.parametrize("most", [1, 3])
-async def test_a_server_with_fewer_sessions_than_episodes_at_once_is_refused(most: int) -> None:
-    guessing = Guessing(most=most)
-    async with serving(guessing) as url:
-        with pytest.raises(LoadError, match=rf" holds {most} sessions?, fewer than the 64 episodes that environment.w"):
-            await asyncio.to_thread(openenv.make, settings(url, sessions=64))
-        before = guessing.connections
-        for fitting in {1, most}:
-            await asyncio.to_thread(until, lambda: guessing.held == 0, 60)
-            await asyncio.to_thread(openenv.make, settings(url, sessions=fitting))
-        assert guessing.connections == before + (most if most > 1 else 0)
-        assert guessing.resets == []
-
-
-async def test_a_server_that_tells_no_number_of_sessions_is_accepted() -> None:
-    async def silent(request: web.Request) -> web.WebSocketResponse:
-        ws = web.WebSocketResponse()
-        await ws.prepare(request)
-        await ws.send_str("[]")
-        await ws.close()
-        return ws
-
-    async with served([web.get("/ws", silent), web.get("/schema", Guessing().schema)]) as address:
-        await asyncio.to_thread(openenv.make, settings(f"ws://{address}", sessions=4))
-
-
 async def test_a_server_that_is_gone_before_the_episode_is_a_failure() -> None:
     async with serving(Guessing()) as url:
         make = await asyncio.to_thread(openenv.make, settings(url))
@@ -314,9 +278,7 @@ def test_the_echo_environment_of_the_real_package_plays_two_episodes_in_its_one_
     says = [json.dumps({"message": text}) for text in ("hi", "hello")]
 
     async def run(server: EchoServer) -> None:
-        with pytest.raises(LoadError, match=r"holds 1 session, fewer than the 2 episodes"):
-            await asyncio.to_thread(openenv.make, settings(server.url, sessions=2))
-        make = await asyncio.to_thread(openenv.make, settings(server.url, timeout_s=50, sessions=1))
+        make = await asyncio.to_thread(openenv.make, settings(server.url, timeout_s=50))
         policies = [ScriptedPolicy([Reply(says[0]), Reply('{"massage": "x"}'), Reply(says[1])]) for _ in range(2)]
         scores = await asyncio.gather(*(make().run(TASK, policy) for policy in policies))
 

@@ -6,7 +6,6 @@ import pytest
 
 from app.environment.wire import Answer, End, SampleRequest
 from app.errors import RunError
-from app.worker.wire import Failed
 from tests.environment.characters import text_of, tokens
 from tests.environment.pools import PATIENCE_S, Maker, a_task, play, play_one, running_pool, script
 from tests.waiting import until
@@ -96,50 +95,6 @@ async def test_a_truncated_last_reply_ends_the_episode_as_length(own: Maker) -> 
     assert (end.ending, end.scores) == ("length", {})
 
 
-@pytest.mark.parametrize("name", ["Env", "Async"])
-async def test_an_aborted_episode_is_closed_once_and_its_place_is_free(own: Maker, tmp_path: Path, name: str) -> None:
-    spec = own(CLOSING, name=name, args={"folder": str(tmp_path)})
-
-    async with running_pool(spec, episodes=1) as pool:
-        session = await pool.begin(a_task(id="waits for an engine"), tokens("q"))
-        assert isinstance(await session.next(), SampleRequest)
-        await asyncio.wait_for(asyncio.gather(session.close(), session.close()), PATIENCE_S)
-        assert await session.next() == Failed(0, "aborted", "it was aborted")
-
-        session = await pool.begin(a_task(id="begins", row={"wait": True}), tokens("q"))
-        await asyncio.to_thread(until, lambda: len(notes(tmp_path)) == 3, PATIENCE_S)
-        closing = asyncio.ensure_future(session.close())
-        await asyncio.sleep(0.05)
-        (tmp_path / "go").touch()
-        await asyncio.wait_for(closing, PATIENCE_S)
-
-        assert isinstance((await play_one(pool, "end")).end, End)
-        await session.close()  # an episode that has ended
-        assert pool.counts == {"restarts": 0}
-    assert notes(tmp_path) == [
-        *("began waits for an engine", "closed waits for an engine"),
-        *("began begins", "closed begins"),
-        *("began set/0@0", "closed set/0@0"),
-    ]
-
-
-async def test_an_episode_that_waits_for_a_place_gets_one_after_a_cancelled_one_whose_step_hangs(
-    own: Maker, tmp_path: Path
-) -> None:
-    spec = own(CLOSING, args={"folder": str(tmp_path)}, timeout_s=3600.0)
-
-    async with running_pool(spec, episodes=1) as pool:
-        session = await pool.begin(a_task(id="begins", row={"wait": True}), tokens("q"))
-        await asyncio.to_thread(until, lambda: len(notes(tmp_path)) == 1, PATIENCE_S)
-        waiting = asyncio.ensure_future(play_one(pool, "end"))
-        await asyncio.sleep(0)
-        await asyncio.wait_for(session.close(force=True), PATIENCE_S)
-        end, counts = (await waiting).end, pool.counts
-    assert isinstance(end, End)
-    assert counts == {"restarts": 1}
-    assert notes(tmp_path) == ["began begins", "closed begins", "began set/0@0", "closed set/0@0"]
-
-
 async def test_an_aborted_episode_whose_step_hangs_is_closed_and_its_worker_replaced(
     own: Maker, tmp_path: Path
 ) -> None:
@@ -203,7 +158,7 @@ async def test_episodes_wait_for_a_place_and_are_spread_over_the_workers(own: Ma
             assert isinstance(await asyncio.wait_for(session.next(), PATIENCE_S), End)
         for each in waiting:
             await play(await asyncio.wait_for(each, PATIENCE_S), script("y"))
-        seen, pids = [text_of(ask.append) for ask in asks], [f"{pid}>" for pid in pool.pids]
+        seen, pids = [text_of(ask.context) for ask in asks], [f"{pid}>" for pid in pool.pids]
     assert sorted(seen) == sorted(pids * 2)
 
 
@@ -286,27 +241,6 @@ async def test_an_episode_counts_only_the_time_of_its_own_code(own: Maker) -> No
     assert end.turns[1]["seconds"] >= 0.3  # of the engine
 
 
-async def test_several_requests_of_one_episode_are_in_flight_at_once(own: Maker) -> None:
-    spec = own(
-        """
-        import asyncio
-        class Env:
-            async def run(self, task, policy):
-                replies = await asyncio.gather(*(policy([{"role": "user", "content": str(n)}]) for n in range(3)))
-                return {reply.text: 1 for reply in replies}
-        """
-    )
-
-    async with running_pool(spec) as pool:
-        session = await pool.begin(a_task(), tokens("q"))
-        asks = [await asyncio.wait_for(session.next(), PATIENCE_S) for _ in range(3)]
-        for ask in reversed(asks):
-            session.reply(ask, Answer(ask.number, tokens("r" + text_of(ask.append)), "stop"))
-        sequences, end = [ask.sequence for ask in asks], await asyncio.wait_for(session.next(), PATIENCE_S)
-    assert sequences == [0, 1, 2]
-    assert list(end.scores) == ["r0>", "r1>", "r2>"]
-
-
 async def test_an_environment_whose_constructor_ran_while_its_episode_was_aborted_is_closed(
     own: Maker, tmp_path: Path
 ) -> None:
@@ -319,27 +253,3 @@ async def test_an_environment_whose_constructor_ran_while_its_episode_was_aborte
         await asyncio.wait_for(closing, PATIENCE_S)
         assert pool.counts == {"restarts": 0}
     assert notes(tmp_path) == ["began making", "closed making"]
-
-
-async def test_all_places_of_a_replaced_worker_are_taken_at_once(own: Maker) -> None:
-    spec = own(
-        """
-        import os
-        class Env:
-            def begin(self, task): task.row["die"] and os._exit(3)
-            def step(self, reply): ...
-        """
-    )
-
-    async with running_pool(spec, episodes=2) as pool:
-        first = await pool.begin(a_task(row={"die": False}), tokens("q"))
-        assert isinstance(await asyncio.wait_for(first.next(), PATIENCE_S), SampleRequest)
-        second = await pool.begin(a_task(row={"die": True}), tokens("q"))
-        waiting = [asyncio.ensure_future(pool.begin(a_task(row={"die": False}), tokens("q"))) for _ in range(3)]
-        await asyncio.sleep(0)
-        assert isinstance(await asyncio.wait_for(second.next(), PATIENCE_S), Failed)
-        sessions = [await asyncio.wait_for(each, PATIENCE_S) for each in waiting[:2]]
-        await play(sessions[0], script("x"))
-        await play(sessions[1], script("x"))
-        result = (await play(await asyncio.wait_for(waiting[2], PATIENCE_S), script("x"))).end
-    assert isinstance(result, End)

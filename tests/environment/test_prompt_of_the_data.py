@@ -14,9 +14,9 @@ from app.environment.pool import EnvironmentSpec
 from app.environment.protocol import Message
 from app.environment.rendering import renderer_for
 from app.environment.wire import Answer, Limits, RendererChoice, SampleRequest
-from app.environment.worker.conversation import Framing
+from app.environment.worker.episode import Framing
 from tests.environment.pools import PATIENCE_S, a_task, environment_module, running_pool
-from tests.environment.qwen import ids, tokenizer, user, write_model
+from tests.environment.qwen import by_transformers, decoded, user, write_model
 from tests.environment.talker import Talker
 from tests.tiny_models.tokenizer import build_tokenizer
 
@@ -40,19 +40,8 @@ def replied(number: int) -> dict[str, Any]:
     return {"role": "assistant", "content": REPLIES[number], "reasoning_content": THOUGHTS[number]}
 
 
-def by_transformers(folder: Path, messages: Sequence[Message], tools: Any = None) -> str:
-    from transformers import PreTrainedTokenizerFast
-
-    template = (folder / "chat_template.jinja").read_text()
-    reference = PreTrainedTokenizerFast(tokenizer_object=tokenizer(), chat_template=template)
-    text: str = reference.apply_chat_template(
-        [dict(each) for each in messages],
-        tools=tools,
-        tokenize=False,
-        add_generation_prompt=True,
-        enable_thinking=True,
-    )
-    return text
+def text_by_transformers(folder: Path, messages: Sequence[Message], tools: Any = None) -> str:
+    return decoded(by_transformers(folder, messages, tools))
 
 
 def thought(family: str, number: int) -> str:
@@ -64,7 +53,7 @@ def thought(family: str, number: int) -> str:
 def talker_of(model: Model, thinking: str = "template", opening: Sequence[Message] = DATA) -> Talker:
     family, path = model
     script = [thought(family, number) for number in range(len(REPLIES))]
-    prompt = ids(by_transformers(path, opening))
+    prompt = by_transformers(path, opening)
     return Talker(renderer_for("chat", str(path), thinking, True), *script, opening=opening, prompt=prompt)
 
 
@@ -81,11 +70,13 @@ async def test_a_history_begins_with_the_prompt_whether_the_template_rewrites_it
         reply = await talker.policy(history)
 
     if thinking == "template":
-        assert talker.requests == [(turn, by_transformers(path, [*DATA, *history[: 2 * turn]])) for turn in range(4)]
+        assert talker.requests == [
+            (turn, text_by_transformers(path, [*DATA, *history[: 2 * turn]])) for turn in range(4)
+        ]
         return
-    empty = by_transformers(path, [user("")])
+    empty = text_by_transformers(path, [user("")])
     generation = empty[empty.rindex("<|im_start|>") :]
-    expected = [by_transformers(path, DATA)]
+    expected = [text_by_transformers(path, DATA)]
     for turn, said in enumerate(["higher", "lower", "higher"]):
         expected.append(f"{expected[-1]}{thought(family, turn)}\n<|im_start|>user\n{said}{END}\n{generation}")
     assert talker.requests == [(0, text) for text in expected]
@@ -102,9 +93,9 @@ async def test_an_agent_with_tools_continues_the_prompt_with_and_without_them(
     await talker.policy([first.message, user("Go on.")], tools=[TOOL])
     await talker.policy([first.message, user("Now without.")])
     assert [text for _, text in talker.requests] == [
-        by_transformers(path, opening, [TOOL]),
-        by_transformers(path, [*opening, replied(0), user("Go on.")], [TOOL]),
-        by_transformers(path, [*opening, replied(0), user("Now without.")]),
+        text_by_transformers(path, opening, [TOOL]),
+        text_by_transformers(path, [*opening, replied(0), user("Go on.")], [TOOL]),
+        text_by_transformers(path, [*opening, replied(0), user("Now without.")]),
     ]
 
 
@@ -116,7 +107,7 @@ async def test_a_helper_reads_its_own_messages_alone(model: Model) -> None:
     await talker.policy([{"role": "assistant", "content": "Hello."}, user("Check it.")])
     await talker.policy([first.message, user("Go on.")])
     assert [text for _, text in talker.requests] == [
-        by_transformers(path, conversation)
+        text_by_transformers(path, conversation)
         for conversation in (
             DATA,
             [user("Check it.")],
@@ -132,7 +123,7 @@ async def test_each_of_two_samples_of_the_prompt_is_continued(model: Model) -> N
     for reply in [await talker.policy(None), await talker.policy(None)]:
         await talker.policy([reply.message, user("Go on.")])
     assert [text for _, text in talker.requests[2:]] == [
-        by_transformers(path, [*DATA, replied(number), user("Go on.")]) for number in (0, 1)
+        text_by_transformers(path, [*DATA, replied(number), user("Go on.")]) for number in (0, 1)
     ]
 
 
@@ -157,10 +148,10 @@ async def test_plain_text_begins_with_the_prompt_as_the_workers_settings_frame_i
     renderer = RendererChoice("plain", str(tmp_path / "tiny"), "template")
     spec = EnvironmentSpec(environment, renderer, Limits(9, None, 100, 30.0, 100.0))
 
-    appended = []
+    contexts = []
     async with running_pool(spec) as pool:
         session = await pool.begin(a_task(question="2+3"), letters.encode("12+3="))
         while isinstance(event := await asyncio.wait_for(session.next(), PATIENCE_S), SampleRequest):
-            appended.append(letters.decode(event.append, skip_special_tokens=True))
+            contexts.append(letters.decode(event.context, skip_special_tokens=True))
             session.reply(event, Answer(event.number, letters.encode("5", add_special_tokens=False), "stop"))
-    assert appended == ["12+3=", "12+3=5789"]
+    assert contexts == ["12+3=", "12+3=5789"]

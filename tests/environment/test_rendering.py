@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 
 from app.environment.protocol import Renderer, Reply
 from app.environment.rendering import renderer_for
-from tests.environment.qwen import TEMPLATES, ids, tokenizer, write_model
+from tests.environment.qwen import TEMPLATES, by_transformers, ids, tokenizer, write_model
 from tests.folders import ROOT
 
 FAMILIES = ["qwen3", "qwen3.5"]
@@ -62,36 +61,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: write_model(folder / name, name) for name in FAMILIES}
 
 
-def by_transformers(
-    folder: Path, messages: Sequence[dict[str, Any]], tools: Any = None, thinking: bool = True
-) -> list[int]:
-    """The reference: the template as transformers renders it, with the generation prompt."""
-    from transformers import PreTrainedTokenizerFast
-
-    template = (folder / "chat_template.jinja").read_text()
-    reference = PreTrainedTokenizerFast(tokenizer_object=tokenizer(), chat_template=template)
-    found: list[int] = reference.apply_chat_template(
-        list(messages), tools=tools, add_generation_prompt=True, enable_thinking=thinking, return_dict=False
-    )
-    return found
-
-
 def sampled(family: str, thought: str = "", said: str = "", call: str = "", closed: bool = True) -> list[int]:
     """A reply as a model samples it after the generation prompt with the thinking mode on."""
     opened = "" if family == "qwen3.5" or not thought else "<think>\n"
     reasoning = f"{opened}{thought}\n</think>\n\n" if thought or family == "qwen3.5" else ""
     separator = ("\n" if family == "qwen3" else "\n\n") if said and call else ""
     return ids(reasoning + said + separator + call + (END if closed else ""))
-
-
-@pytest.mark.parametrize("thinking", [False, True])
-def test_an_opening_has_the_tokens_of_the_models_own_template(
-    family: str, models: dict[str, Path], thinking: bool
-) -> None:
-    renderer = renderer_for("chat", str(models[family]), "template", thinking)
-    cases: list[tuple[Any, Any]] = [([QUESTION], None), ([QUESTION], TOOLS), ([SYSTEM, QUESTION], TOOLS)]
-    for messages, tools in cases:
-        assert renderer.opening(messages, tools) == by_transformers(models[family], messages, tools, thinking)
 
 
 def test_a_history_has_the_tokens_of_the_models_own_template(
@@ -399,11 +374,6 @@ def rendered(folder: Path, *flags: str) -> list[str]:
 
 def test_a_worker_imports_neither_torch_nor_transformers(models: dict[str, Path]) -> None:
     assert rendered(models["qwen3"]) == ["True", "True", "False False"]
-
-
-def test_an_interpreter_without_packages_is_named(models: dict[str, Path]) -> None:
-    sentence = f"{sys.executable} has no package tokenizers, which environments need"
-    assert rendered(models["qwen3"], "-I", "-S")[0].startswith(sentence)
 
 
 # --- messages of environments and of their tools

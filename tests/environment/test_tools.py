@@ -155,10 +155,6 @@ async def test_an_aborted_episode_ends_its_tool_and_closes_its_instances() -> No
     assert my_tools.EVENTS == ["made", "closed"]
 
 
-def test_a_limit_of_the_episode_ends_it_without_an_error() -> None:
-    assert play(["search"], call("search", query="x") + END).policy.ending == "turns"
-
-
 def test_all_instances_are_closed_although_one_raises() -> None:
     with pytest.raises(OSError, match="it is stuck"):
         play(["Door", "Notes"], call("open") + call("read") + END, f"So.{END}")

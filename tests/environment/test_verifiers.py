@@ -105,7 +105,9 @@ class Engine:
         if len(self.said) == len(self.script):
             return [], "full"
         token_ids = ids(self.script[len(self.said)])
-        self.sequences[ask.sequence] += [*ask.append, *token_ids]
+        before = self.sequences[ask.sequence]
+        assert list(ask.context[: len(before)]) == before
+        self.sequences[ask.sequence] = [*ask.context, *token_ids]
         self.said.append(self.script[len(self.said)])
         return token_ids, "stop"
 

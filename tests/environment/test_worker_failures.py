@@ -221,13 +221,6 @@ async def test_an_environment_that_ends_the_worker_fails_and_those_that_wait_for
     assert warnings == [f"A worker of the environment is replaced: {sentence}."]
 
 
-async def test_a_worker_that_is_killed_while_all_its_episodes_wait_for_an_engine_blames_none(env: Env) -> None:
-    async with running_pool(env()) as pool:
-        sessions = [(await waiting_for_an_engine(pool))[0] for _ in range(3)]
-        os.kill(pool.pids[0], signal.SIGKILL)
-        assert [(await play(session, script())).failed.kind for session in sessions] == ["lost"] * 3
-
-
 async def test_an_environment_that_holds_the_gil_is_killed_and_its_neighbors_are_lost(
     env: Env, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -246,14 +239,6 @@ def test_an_environment_that_eats_memory_fails_and_the_worker_goes_on(misbehave:
     assert ends[0].text.startswith("step raised MemoryError at ")
     assert isinstance(ends[1], End)
     assert counts == {"memory": 1, "restarts": 0}
-
-
-def test_what_an_environment_prints_goes_to_the_log(misbehave: Misbehave, tmp_path: Path) -> None:
-    log = tmp_path / "environment.log"
-    speak = "print('to stdout') or sys.stderr.write('to stderr') and os.write(1, b'to descriptor 1') and None"
-    ends, _, _ = misbehave(("step", speak), log=log)
-    assert isinstance(ends[0], End)
-    assert all(text in log.read_text() for text in ("to stdout", "to stderr", "to descriptor 1"))
 
 
 def test_an_environment_that_writes_to_the_pipe_ends_its_worker(misbehave: Misbehave) -> None:

@@ -23,16 +23,17 @@ class Engine:
     def __init__(self, *replies: str) -> None:
         self.replies = list(replies)
         self.asked: list[tuple[int, str, int | None, bool]] = []
-        self.sequences: dict[int, str] = {}  # the driver's copies
+        self.sequences: dict[int, str] = {}  # so far
         self.held: list[asyncio.Future[None]] | None = None  # while set, answers wait
 
     def ask(
-        self, sequence: int, append: Sequence[int], max_tokens: int | None, logprobs: bool
+        self, sequence: int, context: Sequence[int], max_tokens: int | None, logprobs: bool
     ) -> Coroutine[Any, Any, Answer]:
-        text = text_of(append)
+        text, before = text_of(context), self.sequences.get(sequence, "")
         assert sequence <= len(self.sequences)
-        self.asked.append((sequence, text, max_tokens, logprobs))
-        self.sequences[sequence] = self.sequences.get(sequence, "") + text
+        assert text.startswith(before)
+        self.asked.append((sequence, text.removeprefix(before), max_tokens, logprobs))
+        self.sequences[sequence] = text
         return self._answer(sequence, self.replies.pop(0) if self.replies else None, self._turn())
 
     def _turn(self) -> asyncio.Future[None]:
@@ -85,18 +86,6 @@ async def test_a_conversation_that_goes_on_appends_only_its_new_messages() -> No
     assert same_sequences(policy, engine)
     assert policy.metrics["observation_tokens"] == 14.0
     assert policy.text == "ef"
-
-
-async def test_the_prompt_of_the_data_goes_on_with_the_reply_alone() -> None:
-    engine = Engine("ab", "cd", "ef")
-
-    policy = policy_of(engine)
-    first = await policy(None)
-    second = await policy([first.message, user("more")])
-    assert (first.prompt_tokens, second.prompt_tokens) == (4, 12)
-    await policy(None)  # another sample of the prompt
-    assert engine.requests == [(0, "6*7="), (0, "|more>"), (1, "6*7=")]
-    assert same_sequences(policy, engine)
 
 
 RESULT = {"role": "tool", "content": "3"}  # the template keeps the reasoning before it

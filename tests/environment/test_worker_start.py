@@ -84,14 +84,6 @@ def test_a_package_that_the_other_interpreter_lacks_is_named_with_it(
     )
 
 
-def test_a_program_that_is_no_interpreter_is_reported_with_its_end(own: Maker, tmp_path: Path) -> None:
-    log = tmp_path / "environment.log"
-    sentence = refusal(own(PLAIN, python="/bin/false"), RunError, log=log)
-    assert (
-        sentence == f"A worker of the environment could not start: the worker process died (exit code 1); log: {log}."
-    )
-
-
 def test_an_old_interpreter_is_refused_by_its_version(own: Maker, tmp_path: Path) -> None:
     # the script itself, in an interpreter that says that it is old
     script = ROOT / "app" / "worker" / "__main__.py"
@@ -105,11 +97,6 @@ def test_an_old_interpreter_is_refused_by_its_version(own: Maker, tmp_path: Path
 
 def test_a_memory_limit_that_the_worker_itself_exceeds_is_refused(own: Maker) -> None:
     assert "environment.memory_gib=0.001 is not accepted: give more than 0." in refusal(own(PLAIN, memory_gib=0.001))
-
-
-def test_a_renderer_that_cannot_be_loaded_is_refused(own: Maker, tmp_path: Path) -> None:
-    sentence = refusal(own(PLAIN, model=tmp_path))
-    assert sentence.startswith(f"The renderer plain of {tmp_path} cannot be used in {sys.executable}: ")
 
 
 def test_a_worker_that_dies_once_while_it_starts_is_replaced(own: Maker, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import os
 import time
-from pathlib import Path
 from typing import Any
 
 
@@ -34,11 +33,6 @@ class Unscored:
         pass
 
 
-class NeverBegins(Guess):
-    def begin(self, task: Any) -> None:
-        raise RuntimeError("the sandbox cannot be reached")
-
-
 class Raises(Guess):
     def step(self, reply: Any) -> str | None:
         raise KeyError("board")
@@ -60,23 +54,3 @@ class Speaks(Guess):
 
     def step(self, reply: Any) -> str | None:
         return "again"
-
-
-class Hour:
-    """A plain step stays for an hour. Leaves a file when it does, and one when the environment is closed."""
-
-    def __init__(self, folder: str) -> None:
-        self.folder = Path(folder)
-
-    def begin(self, task: Any) -> None:
-        """The data set's own prompt."""
-
-    def step(self, reply: Any) -> None:
-        (self.folder / "stays").touch()
-        time.sleep(3600)
-
-    def score(self) -> float:
-        return 0.0
-
-    def close(self) -> None:
-        (self.folder / "closed").touch()

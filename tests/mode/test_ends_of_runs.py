@@ -13,7 +13,7 @@ from app.checkpoint.folder import best, latest
 from app.checkpoint.run_state import RunState, read_state
 from app.config.checkpoint import CheckpointConfig
 from app.config.placement import PlacementKind
-from app.errors import EngineError, RunError, TrainerError
+from app.errors import EngineError, RunError
 from app.mode.train import CONTROLLERS, TrainingRun
 from app.placement import controller as placement_controller
 from app.placement import watchdog
@@ -150,7 +150,7 @@ FAILURES: list[Prepare] = [
 
 @BOTH
 @pytest.mark.parametrize("fail", FAILURES, ids=lambda fail: fail.__name__)
-def test_a_failure_of_anything_but_the_trainer_saves_the_last_finished_step(
+def test_a_failure_outside_the_trainer_saves_the_last_finished_step(
     fail: Prepare, kind: PlacementKind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = a_world(kind, tmp_path, monkeypatch)
@@ -201,23 +201,6 @@ def test_a_failed_evaluation_saves_its_step_which_is_evaluated_by_the_resumed_ru
         play(world)
     state = read_state(tmp_path / "checkpoints" / "step_3")
     assert (saved(tmp_path), state.accuracy, state.evaluation_due) == (3, None, True)
-
-
-@BOTH
-def test_a_failed_trainer_saves_no_further_step(
-    kind: PlacementKind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    world = a_world(kind, tmp_path, monkeypatch)
-
-    async def finish_step() -> StepReport:
-        if len(world.recorder.lines) == 4:
-            raise TrainerError("trainer rank 0 failed during finish_step")
-        return await Ranks.finish_step(world.trainer)  # type: ignore[arg-type]
-
-    world.trainer.finish_step = finish_step  # type: ignore[method-assign]
-    with pytest.raises(TrainerError, match="failed during finish_step"):
-        play(world)
-    assert saved(tmp_path) == 3  # the best so far
 
 
 # --- interrupts

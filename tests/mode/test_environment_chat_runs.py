@@ -15,7 +15,6 @@ import pytest
 from app.environment.rendering import Renderer
 from app.environment.tools import load_tools
 from tests.environment.interpreters import interpreter
-from tests.environment.openenv_server import echo_server
 from tests.environment.qwen_policy import Lesson, conversation, write_policy
 from tests.environment.test_verifiers import PACKAGES, V1
 from tests.folders import ROOT
@@ -24,17 +23,7 @@ from tests.runs import Run
 
 HERE = "tests.mode.chat_environments"
 TOOLS = [f"{HERE}.search", f"{HERE}.Notebook"]
-HELLO = '<tool_call>\n{"name": "step", "arguments": {"message": "hello"}}\n</tool_call>'
 ADDS = '<tool_call>\n{"name": "add", "arguments": {"a": %d, "b": %d}}\n</tool_call>'
-ECHOED = '{"echoed_message": "%s", "message_length": %d}'
-ECHO = {  # as the server and verifiers describe them
-    "required": ["message"],
-    "additionalProperties": False,
-    "description": "Action for the Echo environment - just a message to echo.",
-    "properties": {"message": {"description": "Message to echo back", "title": "Message", "type": "string"}},
-    "title": "EchoAction",
-    "type": "object",
-}
 ADD = {
     "properties": {"a": {"title": "A", "type": "integer"}, "b": {"title": "B", "type": "integer"}},
     "required": ["a", "b"],
@@ -65,7 +54,7 @@ SIZES = [
 
 
 def lessons(renderer: Renderer) -> list[Lesson]:
-    """Where things are: asked with tools, without them, and by an agent that asks again; sums; to say hello."""
+    """Where things are: asked with tools, without them, and by an agent that asks again; sums."""
     schemas = [tool.schema for tool in load_tools(TOOLS).values()]
     taught = []
     for name, room in ROOMS.items():
@@ -74,9 +63,6 @@ def lessons(renderer: Renderer) -> list[Lesson]:
         result = {"role": "tool", "name": "search", "content": f"{name}: room {room}"}
         taught.append(conversation(renderer, [question, call, result, said], schemas))
         taught.append(conversation(renderer, [question, said, again, said]))
-        ready = user(f"Where is the {name}?\n\n{ECHOED % ('Echo environment ready!', 0)}")
-        echoed = {"role": "tool", "name": "step", "content": ECHOED % ("hello", 5)}
-        taught.append(conversation(renderer, [ready, *[assistant(HELLO), echoed] * 2], [tool("step", "Act.", ECHO)]))
     for n in range(3):
         question, call = user(f"What is {n}+{n}?"), assistant(ADDS % (n, n))
         result = {"role": "tool", "name": "add", "content": str(2 * n)}
@@ -188,25 +174,6 @@ def test_a_run_on_the_tasks_of_a_verifiers_package_is_exact_and_resumes(
     assert {sample["source"] for sample in played} == {"environment"}
     assert any(sample["reward"] == 1.0 for sample in played)
     assert all(sample["turns"] for sample in played)
-
-
-@pytest.mark.slow
-def test_a_run_on_a_server_of_openenv_is_exact(start: Start, policy: Path, rooms: list[str], tmp_path: Path) -> None:
-    with echo_server(tmp_path / "server", sessions=16) as server:
-        run = start(
-            *talker(policy),
-            *rooms,
-            "environment=openenv",
-            f"environment.url={server.url}",
-            "environment.episodes=16",
-            "reward=environment",
-            "environment.max_turns=2",
-        )
-        steps = finished(run)
-    assert all(line["environment/turns_mean"] <= 2 for line in steps)
-    played = [sample for step in (1, 2) for sample in samples(run, step)]
-    assert any(sample["reward"] >= 0.5 for sample in played), "0.1 a character of hello"
-    assert all(0 <= line["environment/tool_failed_fraction"] <= 1 for line in steps)
 
 
 @pytest.mark.slow

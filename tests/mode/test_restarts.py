@@ -1,7 +1,8 @@
-"""When a lost trainer is started again, and when its loss ends the run."""
+"""A trainer that fails: its ranks are rebuilt, and the run continues from the last finished or the last saved step."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,72 +11,159 @@ from typing import Any
 import pytest
 
 from app.config.placement import PlacementKind
-from app.errors import TrainerLost
+from app.data.cursor import PromptCursor
+from app.errors import TrainerError
 from app.mode import train
-from app.mode.train import TrainingRun
-from tests.simulation import World, config
+from app.mode.train import TrainingRun, save_last_step
+from app.placement.controller import CURSOR
+from app.placement.fully_async import FullyAsync
+from tests.checkpoint.plain_files import PlainFiles
+from tests.simulation import BOTH, SimTrainer, World, config, virtual, without_threads
 
-KILLED = "trainer rank 0 died during start: killed on purpose"
-ACCURACY = 0.75
+STEPS = 6
+DIES_AT_START = None
 
 
-async def nothing(*_: object) -> None: ...
+class Failing(SimTrainer):
+    """Fails at a call in step `at`; with `aborts_too` also at the abort after it."""
+
+    def __init__(self, call: str = "", at: int = 0, *, aborts_too: bool = False) -> None:
+        super().__init__(seconds=0.001, finish=0.002)
+        self.call, self.at, self.aborts_too = call, at, aborts_too
+
+    def _raise(self, call: str) -> None:
+        step = len(self.trained) + self.restored + 1
+        if (step, call) == (self.at, self.call) or (call == "abort_step" and self.aborts_too):
+            raise TrainerError(f"rank 1 failed during {call}")
+
+    async def write(self, folder: Path) -> dict[str, int]:
+        return await PlainFiles().write(folder)
 
 
-def run_with(starts: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[World, TrainingRun]:
-    """A run whose trainers, in this order, die while they start, are lost in a step, or train to the end."""
-    settings = config(PlacementKind.colocate, steps=2)
-    settings.checkpoint.every = 1
-    settings.checkpoint.keep = 2
-    world = World(settings, folder)
-    context = world.context()
-    fates = iter(starts)
+def run(
+    world: World, trainers: Sequence[SimTrainer | None], monkeypatch: pytest.MonkeyPatch, *, every: int = 0
+) -> TrainingRun:
+    """Train with these trainers, one after the other; None dies while it starts."""
+    world.config.checkpoint.keep = 2
+    world.config.checkpoint.every = every
+    lives = iter(trainers)
 
     @asynccontextmanager
     async def start_trainer_workers(*_: object, **__: object) -> AsyncIterator[SimpleNamespace]:
-        fate = next(fates)
-        if fate == "dies":
-            raise TrainerLost(KILLED)
-        world.trainer.hang = None if fate == "trains" else "step"
-        yield SimpleNamespace(trainer=PlainTrainer(), synchronizer=SimpleNamespace(abort=nothing))
+        trainer = next(lives)
+        if trainer is DIES_AT_START:
+            raise TrainerError("rank 0 died during start")
+        world.sync.trainer = trainer
+        yield SimpleNamespace(trainer=trainer, synchronizer=world.sync)
 
-    class PlainTrainer:
-        broken = True
+    async def main() -> TrainingRun:
+        context = world.context()
+        prompts = SimpleNamespace(train=world.cursor, evals=context.evals)
+        inputs = SimpleNamespace(prompts=prompts, restore=lambda saved: world.cursor.restore(saved[CURSOR]))
+        inputs.chat_template = inputs.demonstrator = inputs.demonstrations = None
+        workers: Any = SimpleNamespace(
+            inputs=inputs,
+            pool=context.pool,
+            supervisor=context.supervisor,
+            rollouter=context.rollouter,
+            monitor=context.supervisor.monitor,
+        )
+        made = TrainingRun(world.config, None, world.folder, world.recorder, workers)  # type: ignore[arg-type]
+        made.checkpoints = context.checkpoints
+        await made.train_with_restarts()
+        return made
 
-        async def checkpoint_bytes(self) -> int:
-            return 0
-
-    async def restore_or_initialize(*_: object) -> int:
-        return 0
-
-    async def play(controller: object) -> float:
-        if world.trainer.hang:
-            raise TrainerLost("trainer rank 0 died during finish_step")
-        return ACCURACY
-
-    workers: Any = SimpleNamespace(
-        supervisor=context.supervisor, inputs=SimpleNamespace(prompts=SimpleNamespace(train=world.cursor))
-    )
-    run = TrainingRun(settings, None, folder, world.recorder, workers)  # type: ignore[arg-type]
     monkeypatch.setattr(train, "start_trainer_workers", start_trainer_workers)
-    monkeypatch.setattr(run, "find_resume_point", nothing)
-    monkeypatch.setattr(run, "restore_or_initialize", restore_or_initialize)
-    monkeypatch.setattr(run, "_context", lambda *_: context)
-    monkeypatch.setattr(run, "run", play)
-    return world, run
+    monkeypatch.setattr(TrainingRun, "_identity", {})
+    return asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def small(kind: PlacementKind, folder: Path) -> World:
+    return World(config(kind, steps=STEPS), folder, lambda prompt_id: 0.001, push_seconds=0.001)
+
+
+def assert_whole(world: World) -> None:
+    """Every step was recorded once, and every prompt drawn was trained on once."""
+    assert [step for step, _, _ in world.recorder.ledger] == list(range(1, STEPS + 1))
+    assert [line["step"] for line in world.recorder.lines] == list(range(1, STEPS + 1))
+    trained = Counter(prompt for _, prompts, _ in world.recorder.ledger for prompt in prompts)
+    drawn = PromptCursor(world.cursor.prompts, seed=0, shuffle=True).take(trained.total())
+    assert trained == Counter(prompt.id for prompt in drawn)
+
+
+@BOTH
+@pytest.mark.parametrize("call", ["begin_step", "add_groups", "finish_step"])
+def test_after_a_failed_step_new_ranks_continue_from_the_step_before(
+    kind: PlacementKind, call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = small(kind, tmp_path)
+    trainers = [Failing(call, 4), Failing()]
+    made = run(world, trainers, monkeypatch)
+    assert made.restarts == 1
+    assert_whole(world)
+    assert [[version for version, _ in each.trained] for each in trainers] == [[0, 1, 2], [3, 4, 5]]
+
+
+@BOTH
+def test_ranks_that_cannot_abort_are_rebuilt_from_the_last_checkpoint(
+    kind: PlacementKind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = small(kind, tmp_path)
+    trainers = [Failing("finish_step", 4, aborts_too=True), Failing()]
+    run(world, trainers, monkeypatch, every=2)
+    assert_whole(world)
+    assert [[version for version, _ in each.trained] for each in trainers] == [[0, 1, 2], [2, 3, 4, 5]]
+    assert any("step 3 was not saved: rank 1" in warning for warning in world.recorder.warnings)
+
+
+@BOTH
+def test_before_the_first_step_a_run_starts_over(
+    kind: PlacementKind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = small(kind, tmp_path)
+    trainers = [Failing("finish_step", 1), Failing()]
+    run(world, trainers, monkeypatch)
+    assert_whole(world)
+    assert len(trainers[1].trained) == STEPS
+
+
+def test_a_step_that_fails_every_time_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = small(PlacementKind.colocate, tmp_path)
+    trainers = [Failing("add_groups", 3) for _ in range(9)]
+    with pytest.raises(TrainerError, match="rank 1 failed"):
+        run(world, trainers, monkeypatch)
+    assert [each.restored for each in trainers[:5]] == [0, 2, 2, 2, 0]  # recovery.max_restarts=3
 
 
 def test_a_rank_that_dies_while_the_trainer_restarts_costs_one_more_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world, run = run_with(["is lost", "dies", "trains"], tmp_path, monkeypatch)
-    assert asyncio.run(asyncio.wait_for(run.train_with_restarts(), 60)) == ACCURACY
-    assert run.restarts == 2
-    assert f"restarting the trainer: {KILLED}" in world.recorder.warnings
+    world = small(PlacementKind.colocate, tmp_path)
+    made = run(world, [Failing("add_groups", 3), DIES_AT_START, Failing()], monkeypatch)
+    assert made.restarts == 2
+    assert_whole(world)
 
 
 def test_a_rank_that_dies_at_the_first_start_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, run = run_with(["dies", "trains"], tmp_path, monkeypatch)
-    with pytest.raises(TrainerLost, match=KILLED):
-        asyncio.run(asyncio.wait_for(run.train_with_restarts(), 60))
-    assert run.restarts == 0
+    with pytest.raises(TrainerError, match="rank 0 died during start"):
+        run(small(PlacementKind.colocate, tmp_path), [DIES_AT_START, Failing()], monkeypatch)
+
+
+@pytest.mark.parametrize("version", [None, 5])
+@virtual
+async def test_parameters_that_an_update_may_have_changed_are_not_saved(
+    version: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_threads(monkeypatch)
+    world = World(config(), tmp_path)
+    world.config.checkpoint.keep = 2
+    controller = FullyAsync(world.context(), 3)
+
+    async def found() -> int | None:
+        return version
+
+    world.trainer.version = found  # type: ignore[method-assign]
+    await save_last_step(controller)
+    (warning,) = world.recorder.warnings
+    assert "step 3 was not saved" in warning
+    assert not (tmp_path / "checkpoints" / "latest").exists()

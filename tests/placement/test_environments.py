@@ -1,6 +1,5 @@
 """Both placements with episodes of random turns, delays and failures, in virtual time."""
 
-import re
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -153,14 +152,6 @@ def test_an_evaluation_in_which_every_episode_failed_ends_the_run_with_its_name(
         run(world)
 
 
-@pytest.mark.parametrize("kind", PlacementKind)
-def test_environments_that_always_fail_end_the_run_with_their_reason(tmp_path: Path, kind: PlacementKind) -> None:
-    environments = SimEnvironments(lambda task, number: Script(fails_at=0))
-    with pytest.raises(RunError, match="on purpose"):
-        run(World(config(kind), tmp_path, environments=environments))
-    assert environments.open == []
-
-
 def never_ends(task: object, number: int) -> Script:
     assert number < 4000, "the run goes on although every episode fails"
     return Script(fails_at=0)
@@ -185,32 +176,6 @@ def test_a_run_whose_every_episode_may_fail_ends_and_names_the_environment(tmp_p
     assert "dynamic_sampling" not in str(ended.value)
     assert "filtered" not in str(ended.value)
     assert_each_episode_ended_once(world)
-
-
-@pytest.mark.parametrize("kind", PlacementKind)
-def test_filtered_and_unplayable_groups_are_counted_apart_where_nothing_is_left(
-    tmp_path: Path, kind: PlacementKind
-) -> None:
-    def script(task: Task, number: int) -> Script:
-        assert number < 4000, "the run goes on although there is nothing to train on"
-        row = int(task.id.partition("/")[2].partition("@")[0])
-        return Script(fails_at=None if row % 2 else 0, score=1.0)
-
-    made = config(kind, steps=30, max_refill_rounds=2, dynamic_sampling=True)
-    made.environment.max_failed_fraction = 1.0
-    world = World(made, tmp_path, environments=SimEnvironments(script))
-    with pytest.raises(RunError) as ended:
-        run(world)
-
-    logged = [
-        sum(line[f"rollout/{cause}_groups"] for line in world.recorder.lines) for cause in ("unplayable", "filtered")
-    ]
-    assert min(logged) > 0
-    named = re.search(r"(\d+) groups were unplayable.* dynamic sampling filtered (\d+) groups", str(ended.value))
-    assert named is not None
-    counts = [int(count) for count in named.groups()]
-    assert sum(counts) >= 36
-    assert all(count >= before for count, before in zip(counts, logged, strict=True))
 
 
 def test_an_outage_of_the_environments_uses_up_no_more_prompts_than_a_step_may_refill(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """fully_async's controller around simulated engines and trainers, in virtual time."""
 
-import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ from hypothesis import strategies as st
 
 from app.config import RunConfig
 from app.config.placement import PlacementKind, Stream
-from app.errors import EngineError, RunError, SyncError, TrainerError
+from app.errors import EngineError, RunError, TrainerError
 from app.placement.fully_async import FullyAsync
 from app.types import InFlight, Trajectory
 from tests.simulation import BOTH, World, config, long_tailed, play, virtual
@@ -209,13 +208,6 @@ def test_a_failure_anywhere_ends_the_run_with_its_own_sentence(tmp_path: Path, b
         play(world)
 
 
-def test_a_failed_push_ends_the_run_with_its_own_sentence(tmp_path: Path) -> None:
-    world = World(config(), tmp_path)
-    with pytest.raises(SyncError, match="push failed on purpose"):
-        play(world, at_start=lambda controller: setattr(world.sync, "fail_at", 2))
-    assert len(world.trainer.trained) == 2
-
-
 def test_the_idle_shares_of_a_step_are_those_of_its_times(tmp_path: Path) -> None:
     world = World(config(max_staleness=1), tmp_path)
     play(world)
@@ -223,51 +215,6 @@ def test_the_idle_shares_of_a_step_are_those_of_its_times(tmp_path: Path) -> Non
         waited = line["time/wait"] + line["time/sync"]
         assert line["idle/trainer"] == pytest.approx(waited / line["time/step"])
         assert line["idle/rollout"] == pytest.approx(1 - line["time/generate"] / line["time/step"])
-
-
-@virtual
-async def test_an_aborted_step_puts_its_groups_back_at_the_head_and_they_train_next(tmp_path: Path) -> None:
-    world = World(config(max_staleness=1), tmp_path, long_tailed(4))
-
-    context = world.context()
-    made = FullyAsync(context)
-    producer = asyncio.create_task(made.producer.run())
-    await asyncio.sleep(30)  # all that admission allows has arrived
-    world.trainer.fail = {"finish_step": TrainerError("on purpose")}
-    with pytest.raises(TrainerError) as failed:
-        await made._train(1)
-    await made.recover_step(failed.value)
-    fed = [group.prompt.id for _, group in made.producer.buffer._groups][:4]
-    assert len(made.producer.buffer) == 8
-    world.trainer.fail = {}
-    scored, _ = await made._train(1)
-    producer.cancel()
-    assert [each.group.prompt.id for each in scored] == fed
-    assert world.trainer.ids == fed
-    assert made.producer.staleness.accepted == 8  # neither counted twice nor given back
-
-
-@virtual
-async def test_groups_of_an_aborted_step_are_dropped_once_they_are_too_stale(tmp_path: Path) -> None:
-    world = World(config(max_staleness=0), tmp_path)
-
-    made = FullyAsync(world.context())
-    producer = asyncio.create_task(made.producer.run())
-    world.trainer.fail = {"finish_step": TrainerError("on purpose")}
-    with pytest.raises(TrainerError) as failed:
-        await made._train(1)
-    await made.recover_step(failed.value)
-    old = [group.prompt.id for _, group in made.producer.buffer._groups]
-    world.trainer.fail = {}
-    made.producer.staleness.on_weights_synced(1, missing=4)  # as if another trainer had gone on
-    for engine in world.engines:
-        engine.version = 1
-    made.version = 1
-    scored, _ = await made._train(2)
-    producer.cancel()
-    assert made.producer.counts.dropped == len(old) == 4
-    assert sorted(each.group.prompt.id for each in scored) == sorted(old)  # the same prompts, sampled anew
-    assert all(group.oldest_version == 1 for _, groups in world.trainer.trained for group in groups)
 
 
 @virtual

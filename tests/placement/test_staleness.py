@@ -106,13 +106,6 @@ class Schedules(RuleBasedStateMachine):
         assert all(self.admission.version - each.oldest_version <= self.staleness for each in taken)
         assert all(self.admission.version - each.oldest_version > self.staleness for each in stale)
 
-    @precondition(lambda self: self.training and self.fed)
-    @rule()
-    def abort_step(self) -> None:
-        self.buffer.put_back(self.fed)
-        assert [group for _, group in self.buffer._groups][: len(self.fed)] == self.fed
-        self.fed = []
-
     @precondition(lambda self: self.training)
     @rule(short=st.booleans())
     def finish_step(self, short: bool) -> None:

@@ -5,18 +5,15 @@ import math
 import re
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from app.config import RunConfig
 from app.config.placement import PlacementKind
-from app.errors import EngineError, EngineLost, RunError
+from app.errors import EngineError, RunError
 from app.placement.controller import PlacementController
-from app.placement.fully_async import FullyAsync
 from app.placement.watchdog import MARGIN_S, POLL_INTERVAL_S, STATS_TIMEOUT_S, limit_seconds, watchdog
-from app.rollout.engine.pool import EnginePool
 from app.rollout.engine.remote import CALL_TIMEOUT_S
 from app.types import EngineStats, SyncReport
 from tests.simulation import BOTH, SimEngine, World, config, now, play, virtual
@@ -50,15 +47,6 @@ def test_a_lost_completion_ends_the_run_and_is_named_with_its_engine(kind: Place
     )
     assert re.match(sentence, str(failure.value)), failure.value
     assert "completions = await ready.generate(" in (tmp_path / "logs" / "stacks.log").read_text()
-
-
-@virtual
-async def test_the_run_ends_within_its_limit_and_three_polls(tmp_path: Path) -> None:
-    world = World(quick(ASYNC), tmp_path, hang("sim/"))
-
-    with pytest.raises(RunError, match="960 s"):
-        await FullyAsync(world.context()).run()
-    assert LIMIT < now() <= LIMIT + 3 * POLL_INTERVAL_S
 
 
 @pytest.mark.parametrize(("kind", "before_train"), [(PlacementKind.colocate, True), (ASYNC, False)])
@@ -101,16 +89,6 @@ def test_a_sync_that_hangs_ends_the_run(kind: PlacementKind, tmp_path: Path) -> 
         play(world, at_start=at_start)
 
 
-@virtual
-async def test_waiting_for_an_engine_ends_with_why_there_is_none(tmp_path: Path) -> None:
-    world = World(quick(ASYNC), tmp_path, engine_count=1)
-    context = world.context()
-    context.pool.mark_lost(world.engines[0], EngineLost("engine 0 was killed"))
-    with pytest.raises(RunError, match=r"0 of 1 engines.*engine 0 was killed"):
-        async with watchdog(context.rollouter, context.pool, world.config, tmp_path):
-            await context.pool.wait_for_any()  # nobody restarts it
-
-
 def test_a_completion_that_keeps_sampling_is_progress_however_long_it_takes(tmp_path: Path) -> None:
     seconds: Callable[[str], float] = lambda prompt_id: 1e4 if prompt_id.startswith("sim/7@") else 1.0  # noqa: E731
     world = World(quick(ASYNC, steps=2), tmp_path, seconds, rows=8)
@@ -122,13 +100,6 @@ def test_a_long_evaluation_is_progress(tmp_path: Path) -> None:
     world = World(quick(ASYNC, steps=2, every=1), tmp_path, lambda prompt_id: 0.46 * LIMIT, eval_rows=200)
     assert play(world) > 2 * 5 * LIMIT
     assert [step for _, step in world.recorder.evaluations] == [1, 2]
-
-
-def test_filtering_for_a_long_time_is_progress(tmp_path: Path) -> None:
-    made = quick(ASYNC, steps=1, dynamic_sampling=True, max_refill_rounds=50, max_inflight_groups=1)
-    useful = World(made, tmp_path).cursor.take(40)[-1].id
-    world = World(made, tmp_path, lambda p: 0.46 * LIMIT, lambda prompt_id, member: member == 0 and prompt_id == useful)
-    assert play(world) > 10 * LIMIT
 
 
 @BOTH
@@ -198,23 +169,6 @@ def test_signs_of_progress_of_servers_that_report_no_tokens_keep_a_run_alive(tmp
     assert play(world, at_start=at_start) > 3 * LIMIT
 
 
-def test_engines_are_asked_what_they_sampled_only_while_nothing_else_shows_progress(tmp_path: Path) -> None:
-    world = World(quick(ASYNC, steps=60), tmp_path, lambda prompt_id: 10.0)
-    asked: list[float] = []
-
-    def at_start(controller: PlacementController) -> None:
-        stats = world.engines[0].stats
-
-        async def counted() -> EngineStats:
-            asked.append(now())
-            return await stats()
-
-        world.engines[0].stats = counted  # type: ignore[method-assign]
-
-    assert play(world, at_start=at_start) > 20 * POLL_INTERVAL_S
-    assert asked == []
-
-
 def test_the_limit_is_above_the_deadline_of_every_single_call() -> None:
     made = RunConfig()
     assert limit_seconds(made) == made.trainer.timeout_s + MARGIN_S == 1860
@@ -237,15 +191,3 @@ def test_the_limit_is_above_the_deadline_of_every_single_call() -> None:
     made.algorithm.group_size = 16
     made.reward.timeout_s = 600.0  # of one trajectory; a group is scored together, then one by one
     assert limit_seconds(made) == 16 * (2 * 600 + 60) + 60  # a worker starts within 60 s
-
-
-@virtual
-async def test_the_watchdog_ends_with_its_block_and_raises_what_the_block_raises(tmp_path: Path) -> None:
-    pool = EnginePool([])
-    quiet = SimpleNamespace(progress=(), situation=lambda: "")
-    async with watchdog(quiet, pool, quick(ASYNC), tmp_path):
-        await asyncio.sleep(1)
-    assert asyncio.all_tasks() == {asyncio.current_task()}
-    with pytest.raises(EngineError, match="on purpose"):
-        async with watchdog(quiet, pool, quick(ASYNC), tmp_path):
-            raise EngineError("on purpose")

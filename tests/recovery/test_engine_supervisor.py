@@ -14,17 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.config.placement import PlacementKind
-from app.errors import EngineError, EngineLost, RunError, TrainerError, TrainerLost
-from app.mode.train import CONTROLLERS
+from app.errors import EngineError, EngineLost, RunError
+from app.mode.train import CONTROLLERS, save_last_step
 from app.placement.controller import PlacementController
 from app.placement.fully_async import FullyAsync
-from app.placement.last_step import save_last_step
 from app.recovery import engine_supervisor
 from app.types import GroupRequest, InFlight, MemoryUse, TrainerMemory
 from tests.simulation import (
     BOTH,
     SimEngine,
-    SimTrainer,
     World,
     config,
     long_tailed,
@@ -60,14 +58,6 @@ def test_an_engine_that_dies_is_replaced_and_its_prompts_are_sent_again(kind: Pl
     assert sum(line["rollout/failed_groups"] for line in world.recorder.lines) >= 1
     (warning,) = world.recorder.warnings
     assert "on purpose" in warning
-
-
-def test_the_other_engine_goes_on_while_one_is_replaced(tmp_path: Path) -> None:
-    world = World(config(max_staleness=2), tmp_path, start_seconds=20.0)
-    play(world, (0.5, 0))
-    assert_sound(world)
-    meanwhile = [time for time, _, _ in world.engines[1].begun if 0.5 < time < 20]
-    assert len(meanwhile) > 10
 
 
 @pytest.mark.parametrize("engines", [1, 2])
@@ -154,23 +144,6 @@ async def test_an_engine_whose_replacement_was_cut_short_is_replaced_in_the_trai
     async with asyncio.timeout(1000), context.supervisor.monitor():
         await FullyAsync(context).run()
     assert_sound(world)
-
-
-@virtual
-async def test_a_run_that_is_asked_to_stop_says_why_it_cannot_save_its_last_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Between an update and the end of its push the parameters are no longer those of a step."""
-    without_threads(monkeypatch)
-    world = World(config(), tmp_path)
-    world.config.checkpoint.keep = 2
-
-    controller = FullyAsync(world.context(), 3)
-    world.trainer.trained = [(version, []) for version in range(4)]
-    await save_last_step(controller)
-    (warning,) = world.recorder.warnings
-    assert warning == "step 3 was not saved: the next update had already changed the parameters"
-    assert not (tmp_path / "checkpoints" / "latest").exists()
 
 
 @BOTH
@@ -272,51 +245,6 @@ def test_a_prompt_that_is_lost_too_often_ends_the_run(kind: PlacementKind, tmp_p
     world = World(config(kind), tmp_path, lambda _: 100.0, engine_count=1)
     with pytest.raises(EngineError, match=r"^prompt sim/\d+@0 .*6 times"):
         play(world, *((10.0 + 30 * turn, turn) for turn in range(7)))
-
-
-class Faltering(SimTrainer):
-    """Fails `times` times at a call."""
-
-    def __init__(self, call: str, times: int, *, parameters: int | None = -1) -> None:
-        super().__init__(seconds=0.1, finish=0.2)
-        self.call, self.times, self.parameters = call, times, parameters
-
-    def _raise(self, call: str) -> None:
-        if call == self.call and self.times:
-            self.times -= 1
-            raise TrainerError("rank 1 failed on purpose")
-
-    async def version(self) -> int | None:
-        return await super().version() if self.parameters == -1 else self.parameters
-
-
-@BOTH
-@pytest.mark.parametrize("call", ["add_groups", "finish_step"])
-def test_a_step_that_failed_is_tried_again_from_the_same_groups(kind: PlacementKind, call: str, tmp_path: Path) -> None:
-    world = World(config(kind), tmp_path, trainer=Faltering(call, 2))
-    play(world)
-    assert_sound(world)
-    assert world.trainer.aborts == 2
-    calls: Counter[str] = sum((engine.calls for engine in world.engines), Counter())
-    assert max(calls.values()) == 1  # nothing was sampled twice
-    assert [("step 1" in each, "rank 1" in each) for each in world.recorder.warnings] == [(True, True)] * 2
-
-
-@BOTH
-def test_a_step_that_fails_every_time_ends_the_run(kind: PlacementKind, tmp_path: Path) -> None:
-    world = World(config(kind), tmp_path, trainer=Faltering("add_groups", 99))
-    with pytest.raises(TrainerError, match="rank 1 failed on purpose"):
-        play(world)
-    assert world.trainer.aborts == 4  # recovery.max_restarts=3, and the last failure
-
-
-@pytest.mark.parametrize(("kind", "parameters"), [(PlacementKind.colocate, None), (PlacementKind.fully_async, 1)])
-def test_a_step_is_not_repeated_on_parameters_that_it_may_have_changed(
-    kind: PlacementKind, parameters: int | None, tmp_path: Path
-) -> None:
-    world = World(config(kind), tmp_path, trainer=Faltering("finish_step", 1, parameters=parameters))
-    with pytest.raises(TrainerLost, match="rank 1 failed on purpose"):
-        play(world)
 
 
 def test_a_nearly_full_machine_ends_the_run_before_the_kernel_acts(

@@ -117,7 +117,7 @@ async def test_a_turn_whose_engine_dies_is_asked_again_elsewhere_and_the_environ
     group = await playing
     assert len(setting.environments.sessions) == 2  # none began again
     assert [trajectory.sampled_tokens for trajectory in group.trajectories] == [8, 8]
-    assert setting.rollouter.take_lost() == 1
+    assert setting.rollouter.pop_lost() == 1
     moved = [engine for engine in setting.engines if engine.fail is None]
     assert [request.token_ids.tolist()[:7] for request in moved[0].requests] == [[*PROMPT, 5, 5, 5, 22]] * 2
 

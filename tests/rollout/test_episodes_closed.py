@@ -6,19 +6,19 @@ import warnings
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import pytest
 
 from app.environment.pool import EnvironmentSpec
-from app.errors import EngineError, EngineLost
+from app.errors import EngineError
 from app.rollout.requests import Aborted
 from app.rollout.rollouter import Rollouter
-from app.types import Completion, Group, GroupRequest
+from app.types import Group, GroupRequest
 from tests.environment.pools import Maker
-from tests.rollout.episodes import Scripted, group, pieces, prompt, rollouter_of
+from tests.rollout.episodes import Scripted, group, prompt, rollouter_of
 from tests.waiting import until
 
 # Writes a line for each call. `waits`: a step stays until the file `go` exists, on the worker's loop or in a thread.
@@ -187,21 +187,6 @@ async def test_a_cancelled_group_does_not_wait_for_a_plain_step_until_its_deadli
         Diary(tmp_path).assert_closed_once(8)
 
 
-async def test_a_group_that_is_aborted_while_engines_sample_closes_its_environments(own: Maker, tmp_path: Path) -> None:
-    async def for_ever(request: GroupRequest) -> None:
-        if not request.turn.startswith("1 of"):
-            await asyncio.Event().wait()
-
-    spec = own(DIARY, args={"folder": str(tmp_path)})
-    async with playing(spec, Scripted(before=for_ever), tmp_path) as played:
-        await played.diary.wait_for_steps(4)
-        await played.rollouter.abort(["talk/0@0"])
-        with pytest.raises(Aborted) as aborted:
-            await played.group
-        played.diary.assert_closed_once(4)
-    assert aborted.value.tokens == 4 * len("42")
-
-
 async def test_a_group_whose_engine_refuses_a_turn_closes_its_environments(own: Maker, tmp_path: Path) -> None:
     async def refuse(request: GroupRequest) -> None:
         if request.turn.startswith("2 of") and request.turn.endswith("member 1"):
@@ -211,37 +196,3 @@ async def test_a_group_whose_engine_refuses_a_turn_closes_its_environments(own: 
         with pytest.raises(EngineError, match="refused on purpose"):
             await played.group
         played.diary.assert_closed_once(4)
-
-
-@dataclass
-class Mortal(Scripted):
-    """Dies when the second turns of all members are in flight."""
-
-    waiting: int = 0
-    dead: asyncio.Event = field(default_factory=asyncio.Event)
-
-    async def generate(self, request: GroupRequest) -> list[Completion]:
-        if self.dead.is_set():
-            raise EngineLost("engine 0 was killed")
-        if request.turn.startswith("2 of"):
-            self.waiting += 1
-            if self.waiting == 4:
-                self.dead.set()
-            await self.dead.wait()
-            raise EngineLost("engine 0 was killed")
-        return await super().generate(request)
-
-
-async def test_an_engine_that_dies_in_the_second_turn_costs_only_that_turn(own: Maker, tmp_path: Path) -> None:
-    engines = [Mortal("4"), Scripted("987")]
-    spec = own(DIARY, args={"folder": str(tmp_path), "turns": 3})
-
-    async with rollouter_of(spec, engines) as rollouter:
-        played = await group(rollouter, prompt())
-    assert Diary(tmp_path).counts == {"made": 4, "begin": 4, "step": 12, "score": 4, "close": 4}
-    assert [len(engine.asked) for engine in engines] == [4, 8]
-    for trajectory in played.trajectories:
-        (sequence,) = trajectory.sequences
-        assert "".join(map(chr, sequence.token_ids)) == "6*7=4|more 1>987|more 2>987"
-        assert pieces(sequence) == [(4, 5), (13, 16), (24, 27)]
-        assert len(sequence.logprobs) == sequence.spans[-1].end == 7

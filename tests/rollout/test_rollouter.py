@@ -46,8 +46,7 @@ def rollouter(fails: Fails = lambda request, attempt: None, **limits: int) -> tu
 
 
 async def sample(made: Rollouter, count: int = 1) -> list[Group]:
-    groups = made.groups(prompts(count), size=2, sampling=SAMPLING, version=0, limit=count)
-    return [group async for group in groups]
+    return await made.groups(prompts(count), size=2, sampling=SAMPLING, version=0, limit=count)
 
 
 def out_of_memory(request: GroupRequest) -> EngineError:
@@ -107,14 +106,14 @@ async def test_what_is_in_flight_says_where_it_is() -> None:
     made.pool.mark_lost(engine, EngineLost("engine 0 was killed"))
     task = asyncio.create_task(sample(made, 7))
     await asyncio.sleep(1)
-    waiting = made.situation()
+    waiting = made.describe()
     made.pool.mark_ready(0)
     await asyncio.sleep(0.5)
-    sampling = made.situation()
+    sampling = made.describe()
     await task
     assert re.match(r"7 groups in flight \(sim/0 waiting.*sim/4 waiting[^/]*\), 0 of 1 .*engine 0 was killed", waiting)
     assert sampling.startswith("7 groups in flight (sim/0 on engine 0, sim/1 on engine 0")
-    assert made.situation() == "0 groups in flight, 1 of 1 engines ready"
+    assert made.describe() == "0 groups in flight, 1 of 1 engines ready"
 
 
 @virtual

@@ -14,9 +14,9 @@ from torch import Tensor
 from app.algorithm.advantage import score
 from app.algorithm.loss import policy_loss
 from app.algorithm.objective import TokenBatch
-from app.algorithm.packed_groups import Packed
 from app.config.algorithm import Aggregation, AlgorithmConfig, Correction
 from app.config.teacher import TeacherConfig
+from app.trainer.remote import Packed
 from app.types import Group, ScoredGroup
 from tests.algorithm.groups import group
 from tests.model.support import relative, save_qwen3

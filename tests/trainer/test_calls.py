@@ -60,7 +60,7 @@ def test_a_write_that_is_late_breaks_no_trainer(tmp_path: Path) -> None:
 
 def test_a_step_on_which_a_rank_is_stuck_breaks_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "ROOT_CAUSE_GRACE_S", 0.1)
-    ranks = [rank(finish_step=full_disk, ready=done), rank(finish_step=never, ready=never)]
+    ranks = [rank(finish_step=full_disk), rank(finish_step=never)]
     trainer = RemoteTrainer(ranks, timeout_s=60, logs=tmp_path)
     with pytest.raises(TrainerError, match=r"rank 0 .*finish_step: OSError"):
         asyncio.run(trainer.finish_step())
@@ -70,7 +70,7 @@ def test_a_step_on_which_a_rank_is_stuck_breaks_the_trainer(tmp_path: Path, monk
 def test_a_step_that_cannot_be_aborted_breaks_the_trainer(tmp_path: Path) -> None:
     """Its ranks may be in the middle of a pass, with gradients that would add to those of the next step."""
     gate = {"hold_passes": none_begun, "end_passes": done}
-    ranks = [rank(abort_step=full_disk, ready=done, **gate), rank(abort_step=done, ready=done, **gate)]
+    ranks = [rank(abort_step=full_disk, **gate), rank(abort_step=done, **gate)]
     trainer = RemoteTrainer(ranks, timeout_s=60, logs=tmp_path)
     with pytest.raises(TrainerError, match=r"rank 0 .*abort_step: OSError"):
         asyncio.run(trainer.abort_step())

@@ -44,8 +44,8 @@ def failing_on_one_rank(groups: list[ScoredGroup]) -> list[ScoredGroup]:
     """Give the last trajectory a token outside of the vocabulary, so that the forward of one rank fails."""
     *others, last = groups
     *intact, broken = last.group.trajectories
-    tokens = np.full_like(broken.prompt.token_ids, VOCABULARY)
-    broken = replace(broken, prompt=replace(broken.prompt, token_ids=tokens))
+    tokens = np.full_like(broken.completion.token_ids, VOCABULARY)
+    broken = replace(broken, completion=replace(broken.completion, token_ids=tokens))
     return [*others, replace(last, group=replace(last.group, trajectories=(*intact, broken)))]
 
 

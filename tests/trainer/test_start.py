@@ -26,8 +26,6 @@ class Rank:
     def start(self) -> tuple[str, int]:
         return "127.0.0.1", 1
 
-    def ready(self) -> None: ...
-
 
 class RankWithoutDisk(Rank):
     def __init__(self) -> None:

@@ -9,50 +9,40 @@
 - The policy acts by one JSON object: its reply, or the arguments of a tool call. What does not fit the action's schema
   (`GET /schema`), and what the server refuses, is an observation: "error: …".
 - The score is the sum of all rewards. The episode ends with `done`, or by a limit of the run.
-- A run whose workers together play more episodes than the server holds sessions is refused before it starts. The
-  server has no route for their number, but its refusal of a session contains it.
-- A server without a free session is asked again until a deadline; a server that is gone is a failure, never a reward.
+- A server without a free session is tried again until a deadline; a server that is gone is a failure, never a reward.
 """
 
-import asyncio
-import contextlib
 import json
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
 from functools import partial
 from http.client import HTTPException
 from typing import Any
 
 from app.environment.openenv.ws_session import (
-    CAPACITY,
     ActionError,
     Observation,
     Server,
     Session,
     open_session,
     read_action,
-    ws_url,
 )
 from app.environment.protocol import EpisodeOver, Message, Policy, Reply, Task, Tool
 from app.environment.rendering import PLAIN, renderer_for
 from app.utils.user_code import LoadError
 
 SCHEMA_S = 10.0  # for GET /schema
-ASK = json.dumps({"type": "state"})  # answered by a session, and needs no reset
-ASK_S = 20.0  # for all sessions; then the number is not known
 
 
 def make(settings: Mapping[str, Any]) -> partial["OpenEnv"]:
     """Ask the server for its schema; return what makes the environment of each episode.
 
     Args:
-        settings: `url`, `args`, and of the run `limits` and `renderer`; `sessions`, the number that the server must
-            hold, if it is to be checked.
+        settings: `url`, `args`, and of the run `limits` and `renderer`.
 
     Raises:
-        LoadError: There is no OpenEnv server at the URL, it holds too few sessions, or aiohttp is missing.
+        LoadError: There is no OpenEnv server at the URL, or aiohttp is missing.
     """
     try:
         import aiohttp  # noqa: F401
@@ -61,7 +51,6 @@ def make(settings: Mapping[str, Any]) -> partial["OpenEnv"]:
 
     url = _http_url(settings.get("url"))
     schema = _action_schema(url, settings["url"])
-    _require_sessions(url, settings["url"], settings.get("sessions") or 0)
     tool = {"type": "function", "function": {"name": "step", "description": "Act.", "parameters": schema}}
     choice = settings["renderer"]
     has_tools = choice["name"] != PLAIN and renderer_for(**choice).tool_syntax is not None
@@ -145,8 +134,8 @@ def _http_url(url: object) -> str:
     return f"{'https' if scheme in ('wss', 'https') else 'http'}://{rest}"
 
 
-def _action_schema(url: str, given: str) -> dict[str, Any]:
-    """Ask a server for the schema of its actions, without what every action has. `given`: its URL as it was written.
+def _action_schema(url: str, shown: str) -> dict[str, Any]:
+    """Return the schema of a server's actions, without what every action has. `shown`: its URL as it was written.
 
     Raises:
         LoadError: It does not answer, or is another kind of server.
@@ -156,58 +145,12 @@ def _action_schema(url: str, given: str) -> dict[str, Any]:
             schema: dict[str, Any] = dict(json.load(answer)["action"])
             properties = dict(schema.get("properties", {}))
     except urllib.error.HTTPError as error:
-        raise LoadError(f"environment.url={given} is not an OpenEnv server: GET /schema is {error.code}") from error
+        raise LoadError(f"environment.url={shown} is not an OpenEnv server: GET /schema is {error.code}") from error
     except OSError as error:
         reason = getattr(error, "reason", error)
-        raise LoadError(f"environment.url={given} does not answer ({reason}): start the server first") from error
+        raise LoadError(f"environment.url={shown} does not answer ({reason}): start the server first") from error
     except (ValueError, LookupError, TypeError, HTTPException) as error:
-        raise LoadError(f"environment.url={given} is not an OpenEnv server: GET /schema has no action") from error
+        raise LoadError(f"environment.url={shown} is not an OpenEnv server: GET /schema has no action") from error
 
     properties.pop("metadata", None)
     return {"required": [], **schema, "properties": properties}
-
-
-def _require_sessions(url: str, given: str, sessions: int) -> None:
-    """Raise `LoadError` if the server holds fewer sessions than the run's episodes.
-
-    A server that refuses none, or does not answer in time, is accepted: an episode without a session fails with that
-    reason.
-    """
-    if sessions <= 1:
-        return  # it has at least one
-    held = asyncio.run(_sessions_held(ws_url(url), sessions))
-    if held is not None and held < sessions:
-        raise LoadError(
-            f"environment.url={given} holds {held} session{'' if held == 1 else 's'}, fewer than the {sessions} "
-            "episodes that environment.workers and environment.episodes allow at once: lower environment.episodes, or "
-            "raise the server's max_concurrent_envs"
-        )
-
-
-async def _sessions_held(url: str, needed: int) -> int | None:
-    """Open so many sessions, and close them. Returns how many the server holds, if it refused one."""
-    import aiohttp
-
-    async def ask() -> str:
-        socket = await stack.enter_async_context(client.ws_connect(url))
-        with contextlib.suppress(ConnectionError):  # it has refused and closed; its message is still to be read
-            await socket.send_str(ASK)
-        return str((await socket.receive()).data)
-
-    held: int | None = None
-    with contextlib.suppress(TimeoutError, aiohttp.ClientError, OSError):
-        async with asyncio.timeout(ASK_S), aiohttp.ClientSession() as client, AsyncExitStack() as stack:
-            held = _held(await asyncio.gather(*(ask() for _ in range(needed))))
-    return held
-
-
-def _held(answers: Sequence[str]) -> int | None:
-    """Return the number in a refusal."""
-    for answer in answers:
-        try:
-            error = json.loads(answer)["data"]
-            if error.get("code") == CAPACITY:
-                return int(error["max_sessions"])
-        except (ValueError, LookupError, TypeError, AttributeError):
-            continue  # an answer of another kind
-    return None

@@ -11,7 +11,7 @@ from app.environment.rendering import renderer_for
 from app.environment.rendering.agreement import SCRIPT
 from app.environment.rendering.chat import EMPTY_BLOCK, ChatRenderer
 from app.environment.rendering.reply_parser import TOOL
-from app.environment.worker.openai_endpoint.endpoint import Endpoint, Seat
+from app.environment.worker.openai_endpoint.endpoint import Connection, Endpoint
 from app.utils.user_code import LoadError
 from app.worker.process import log
 
@@ -160,22 +160,22 @@ class Host:
             renderer=self._renderer,
             renderer_model_name=self._model_path,
         )
-        seats: list[Seat] = []
+        connections: list[Connection] = []
 
         def agent_begins(trace: Any) -> None:
             # verifiers sends the id of the trace as the session
             speaker: Policy = policy if trace.agent.trainable else UntrainedPolicy(trace.agent.name or "agent")
-            seats.append(endpoint.open(speaker, session=trace.id))
+            connections.append(endpoint.open(speaker, session=trace.id))
 
         try:
             (slot,) = self._env.slots(self._tasks[int(task.row["index"])])
             episode = await self._env.run_slot(slot, ModelContext(MODEL, client), on_trace=agent_begins)
         finally:
-            for seat in seats:
-                endpoint.shut(seat)
+            for connection in connections:
+                endpoint.shut(connection)
 
         if not episode.ok:
-            over = next((seat.over for seat in seats if seat.over), None)
+            over = next((connection.over for connection in connections if connection.over), None)
             raise over or EnvironmentFailed(_error_of(episode))
         return _scores(episode)
 
@@ -202,8 +202,8 @@ def _with_our_limits(config: Any, args: Mapping[str, Any], max_turns: int) -> An
     harnesses = config.agent_harnesses()
     changes: dict[str, Any] = {"retries": RetryConfig()}
     for name, agent in agent_config_fields(config).items():
-        most = min(max_turns, agent.max_turns or max_turns)
-        change = {"max_turns": most, "retries": RetryConfig()}
+        limit = min(max_turns, agent.max_turns or max_turns)
+        change = {"max_turns": limit, "retries": RetryConfig()}
         chosen = "runtime" in args.get(name, {}) or not isinstance(agent.runtime, PrimeConfig)
         if not chosen and not harness_class(harnesses[name].id).EXECUTES_CODE:
             change["runtime"] = SubprocessConfig()

@@ -1,4 +1,4 @@
-"""One episode in a worker: make the environment, run it, close it, and say how it ended.
+"""One episode in a worker: make the environment, run it, close it, and report how it ended.
 
     make → run (begin, step*, score) → close
              ↑ late, aborted: cancelled
@@ -11,15 +11,15 @@ Invariants:
 import asyncio
 import dataclasses
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from app.environment.own import WrongValue, check_methods, run_steps, score_of, scores_of, short
-from app.environment.protocol import EpisodeOver, Renderer, Task
+from app.environment.protocol import EpisodeOver, Message, Renderer, Task
 from app.environment.wire import End, Limits
 from app.environment.worker.calls import Calls, Clock, Exited
-from app.environment.worker.conversation import Framing
 from app.environment.worker.policy import AskEngine, EpisodePolicy
 from app.utils.user_code import LoadError, error_text
 from app.worker.process import log
@@ -32,11 +32,32 @@ CHECK_TIMEOUT_S = 1.0  # between two looks at the clock, which stops while an en
 Make = Callable[[], Any]
 
 
+@dataclass(frozen=True, slots=True)
+class Framing:
+    """What the data puts around a question."""
+
+    system: str | None
+    prefix: str
+    suffix: str
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> "Framing":
+        """Return the framing that a worker's settings name as `system`, `prefix` and `suffix`."""
+        return cls(settings.get("system"), settings.get("prefix", ""), settings.get("suffix", ""))
+
+    def messages(self, task: Task) -> list[Message]:
+        """Return the conversation that an episode opens with. The driver has framed one that is of the data."""
+        if task.messages:
+            return list(task.messages)
+        user = {"role": "user", "content": self.prefix + task.question + self.suffix}
+        return [user] if self.system is None else [{"role": "system", "content": self.system}, user]
+
+
 class Episode:
     """Plays one episode.
 
     Args:
-        ask: Has an engine extend a sequence.
+        ask: Generates a continuation.
         url: Returns the base URL of an episode's policy.
     """
 

@@ -1,4 +1,4 @@
-"""What an environment worker runs: episodes begin, ask and end as the driver's messages come."""
+"""Runs episodes in a worker process."""
 
 import asyncio
 import faulthandler
@@ -16,8 +16,7 @@ from typing import Any
 
 from app.environment.protocol import Renderer
 from app.environment.wire import CODEC, Answer, End, Limits, SampleRequest
-from app.environment.worker.conversation import Framing
-from app.environment.worker.episode import Episode, Make
+from app.environment.worker.episode import Episode, Framing, Make
 from app.environment.worker.policy import EpisodePolicy
 from app.utils.user_code import LoadError, error_text
 from app.worker.process import STDERR, log
@@ -48,7 +47,7 @@ class EnvironmentHandler:
         self._framing = framing
         self._lines = LineProtocol(CODEC, self._receive, self._ended)
         self._episodes: dict[int, Episode] = {}
-        self._asks: dict[int, asyncio.Future[Answer]] = {}
+        self._requests: dict[int, asyncio.Future[Answer]] = {}
         self._numbers = itertools.count()
         self._tasks: set[asyncio.Task[None]] = set()
         self._beating: asyncio.Task[None] | None = None
@@ -68,7 +67,7 @@ class EnvironmentHandler:
             case Begin():
                 self._begin(message)
             case Answer():
-                future = self._asks.pop(message.ask, None)
+                future = self._requests.pop(message.number, None)
                 if future is not None and not future.done():
                     future.set_result(message)
             case Close():
@@ -82,20 +81,20 @@ class EnvironmentHandler:
     def _begin(self, begin: Begin) -> None:
         """Begin an episode. It is known at once: the next message may already close it."""
         number = begin.job
-        held = ExitStack()  # by the episode, until its end
+        resources = ExitStack()  # until the episode's end
 
         def url(policy: EpisodePolicy) -> str:
-            seat = self._endpoint().open(policy)
-            held.callback(self._endpoint().shut, seat)
-            return str(seat.url)
+            connection = self._endpoint().open(policy)
+            resources.callback(self._endpoint().shut, connection)
+            return str(connection.url)
 
         def ask(
-            sequence: int, append: Sequence[int], max_tokens: int | None, logprobs: bool
+            sequence: int, context: Sequence[int], max_tokens: int | None, logprobs: bool
         ) -> "asyncio.Future[Answer]":
-            request = SampleRequest(number, next(self._numbers), sequence, append, max_tokens, logprobs)
+            request = SampleRequest(number, next(self._numbers), sequence, context, max_tokens, logprobs)
             future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-            self._asks[request.number] = future
-            held.callback(self._asks.pop, request.number, None)
+            self._requests[request.number] = future
+            resources.callback(self._requests.pop, request.number, None)
             self._lines.send(request)
             return future
 
@@ -104,11 +103,11 @@ class EnvironmentHandler:
         if self._beating is None:
             self._beating = asyncio.ensure_future(self._beat())
 
-        task = asyncio.ensure_future(self._play(episode, held))
+        task = asyncio.ensure_future(self._play(episode, resources))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _play(self, episode: Episode, held: ExitStack) -> None:
+    async def _play(self, episode: Episode, resources: ExitStack) -> None:
         number = episode.number
         outcome: End | Failed | Closed
         try:
@@ -119,7 +118,7 @@ class EnvironmentHandler:
             outcome = Failed(number, kind, f"the worker raised {error_text(error)}", stuck=True)
 
         del self._episodes[number]
-        held.close()
+        resources.close()
         self._lines.send(outcome)
 
     def _endpoint(self) -> Any:

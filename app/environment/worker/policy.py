@@ -3,11 +3,12 @@
 What an environment sends is matched against the conversations so far by their messages (`policy(messages)`) or by
 their tokens (`policy.generate`), see `app.environment.worker.sequences`.
 
-An answer extends its sequence even if the caller was cancelled, because the driver's copy has it too.
+An answer extends its sequence even if the caller was cancelled, because the driver trains on it.
 """
 
 import asyncio
 import dataclasses
+import json
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
@@ -25,20 +26,26 @@ from app.environment.protocol import (
 )
 from app.environment.wire import Answer, Limits
 from app.environment.worker.calls import Clock
-from app.environment.worker.conversation import Conversation, Transcript, conversation_key, reasonings
-from app.environment.worker.sequences import Continuation, EpisodeSequences, OpenSequence, ReplyEnd
+from app.environment.worker.sequences import (
+    Continuation,
+    Conversation,
+    EpisodeSequences,
+    OpenSequence,
+    ReplyEnd,
+    conversation_key,
+    reasonings,
+)
 from app.utils.chat_messages import normalized
 
-AskEngine = Callable[
-    [int, Sequence[int], int | None, bool], Awaitable[Answer]
-]  # sequence, append, max_tokens, logprobs
+# sequence, all its tokens, max_tokens, logprobs
+AskEngine = Callable[[int, Sequence[int], int | None, bool], Awaitable[Answer]]
 
 
 class EpisodePolicy:
     """`protocol.Policy` of one episode.
 
     Args:
-        ask: Samples from an engine and appends to the sequence.
+        ask: Samples from an engine.
         opening: Messages of the data set's prompt.
         prompt: Their token ids.
         clock: Measures the environment's own time.
@@ -67,7 +74,7 @@ class EpisodePolicy:
         self._clock = clock
         self._open = url
         self._base_url: str | None = None
-        self._asked = 0
+        self._requests_sent = 0
         self._sequences = EpisodeSequences(renderer, limits.max_observation_tokens, opening)
         self._transcript = Transcript(clock)
         self._tasks: set[asyncio.Task[Answer]] = set()
@@ -91,12 +98,12 @@ class EpisodePolicy:
         continuation, new = self._continuation(messages, conversation, tools)
         self._transcript.add_messages(new, len(continuation.append))
 
-        asked = time.monotonic()
+        started = time.monotonic()
         sequence = self._sequences.extend(continuation)
         before = len(sequence.token_ids)
         answer = await self._sample(continuation, sequence, max_tokens, logprobs=False)
 
-        reply = self._reply(answer, sequence.token_ids[:before], time.monotonic() - asked, tools)
+        reply = self._reply(answer, sequence.token_ids[:before], time.monotonic() - started, tools)
         thoughts = (*reasonings(messages or ()), reply.reasoning)
         self._sequences.remember(
             conversation, reply, ReplyEnd(continuation.sequence, before + len(answer.token_ids), thoughts)
@@ -113,9 +120,9 @@ class EpisodePolicy:
         continuation = self._sequences.continuation_of_tokens(token_ids)
         self._transcript.add_messages(self._renderer.read(continuation.append), len(continuation.append))
 
-        asked = time.monotonic()
+        started = time.monotonic()
         answer = await self._sample(continuation, self._sequences.extend(continuation), max_tokens, logprobs)
-        reply = self._reply(answer, token_ids, time.monotonic() - asked)
+        reply = self._reply(answer, token_ids, time.monotonic() - started)
         log_probabilities = None if answer.logprobs is None else tuple(answer.logprobs)
         return Sampled(tuple(answer.token_ids), answer.finish, log_probabilities, reply.text)
 
@@ -140,7 +147,7 @@ class EpisodePolicy:
             raise ValueError(f"max_tokens={max_tokens} is not accepted: give at least 1")
         if self._closed:
             raise RuntimeError("the episode is over: the policy is not sampled again")
-        if self._asked >= self._limits.max_turns:
+        if self._requests_sent >= self._limits.max_turns:
             raise self._over(OutOfTurns(f"environment.max_turns={self._limits.max_turns}"))
         if self._clock.seconds > self._limits.episode_s:
             raise self._over(OutOfTime(f"environment.episode_s={self._limits.episode_s:g}"))
@@ -169,11 +176,11 @@ class EpisodePolicy:
         Raises:
             OutOfTokens: There was no room for another token.
         """
-        self._asked += 1
+        self._requests_sent += 1
         self.count("observation_tokens", continuation.observed)
 
         limits = [each for each in (max_tokens, self._limits.max_turn_tokens) if each is not None]
-        request = self._ask(continuation.sequence, continuation.append, min(limits, default=None), logprobs)
+        request = self._ask(continuation.sequence, list(sequence.token_ids), min(limits, default=None), logprobs)
         task = asyncio.ensure_future(_extend(sequence, request))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -208,3 +215,48 @@ async def _extend(sequence: OpenSequence, request: Awaitable[Answer]) -> Answer:
         return answer
     finally:
         sequence.in_flight = False
+
+
+class Transcript:
+    """The turns of one episode.
+
+    Args:
+        clock: Measures the environment's own time.
+
+    Attributes:
+        turns: role, text, tokens and seconds, in order.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self.turns: list[dict[str, Any]] = []
+        self._clock = clock
+        self._noted_s = 0.0  # the environment's own seconds that are in `turns`
+
+    def add_messages(self, messages: Sequence[Message], tokens: int) -> None:
+        """Add what the policy reads. The tokens and seconds are of all of it: the last message has them."""
+        if not messages:
+            return
+        seconds = self._clock.seconds - self._noted_s
+        self._noted_s += seconds
+
+        for message in messages[:-1]:
+            self._add(str(message.get("role")), str(message.get("content") or ""), 0, 0.0)
+        last = messages[-1]
+        self._add(str(last.get("role")), str(last.get("content") or ""), tokens, seconds)
+
+    def add_reply(self, reply: Reply, seconds: float) -> None:
+        """Add what the policy replied. `seconds`: of the engine."""
+        self._add("assistant", readable(reply), len(reply.token_ids), seconds)
+
+    def _add(self, role: str, text: str, tokens: int, seconds: float) -> None:
+        self.turns.append({"role": role, "text": text, "tokens": tokens, "seconds": seconds})
+
+
+def readable(reply: Reply) -> str:
+    """Return the readable text of a reply."""
+    parts = [f"<think>{reply.reasoning}</think>"] if reply.reasoning else []
+    parts += [reply.text] if reply.text else []
+    for call in reply.tool_calls:
+        problem = "" if call.ok else f" [{call.status}]"
+        parts.append(f"{call.name}({json.dumps(dict(call.arguments), ensure_ascii=False, default=str)}){problem}")
+    return "\n".join(parts)

@@ -12,14 +12,16 @@ Invariants:
 - A sequence with a request in flight is not extended by another request.
 """
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from app.environment.protocol import Message, Renderer, Reply, Tool
-from app.environment.worker.conversation import Conversation, message_key, reasonings
 
 SHRINK = 0.9  # of the length that should fit, since tokens are not spread evenly
 LONG_TOKEN = 64  # characters: few tokens are longer
+Conversation = tuple[str, ...]  # the key of its tools, then of each message
 
 
 @dataclass(eq=False, slots=True)
@@ -87,9 +89,9 @@ class EpisodeSequences:
         """Return the continuation after the longest idle sequence that is a prefix of these tokens."""
         best, length = len(self.all), 0
         for number, sequence in enumerate(self.all):
-            held = len(sequence.token_ids)
-            if length < held <= len(token_ids) and not sequence.in_flight and token_ids[:held] == sequence.token_ids:
-                best, length = number, held
+            size = len(sequence.token_ids)
+            if length < size <= len(token_ids) and not sequence.in_flight and token_ids[:size] == sequence.token_ids:
+                best, length = number, size
         return Continuation(best, token_ids[length:], len(token_ids) - length if length else 0)
 
     def new(self, token_ids: Sequence[int]) -> Continuation:
@@ -97,7 +99,7 @@ class EpisodeSequences:
         return Continuation(len(self.all), list(token_ids), 0)
 
     def extend(self, continuation: Continuation) -> OpenSequence:
-        """Append to a sequence, of which a request is in flight from now on."""
+        """Append tokens and start a request."""
         if continuation.sequence == len(self.all):
             self.all.append(OpenSequence())
         sequence = self.all[continuation.sequence]
@@ -126,10 +128,10 @@ class EpisodeSequences:
 
         Of several, one that is the end of its sequence; of these, the latest.
         """
-        given = reasonings(messages)
+        wanted = reasonings(messages)
 
         def similarity(each: ReplyEnd) -> tuple[list[bool], bool]:
-            same = [mine == its for mine, its in zip(reversed(given), reversed(each.reasonings), strict=True)]
+            same = [mine == its for mine, its in zip(reversed(wanted), reversed(each.reasonings), strict=True)]
             return same, self._is_end(each.sequence, each.length)
 
         return max(reversed(ends), key=similarity)
@@ -167,6 +169,38 @@ class EpisodeSequences:
         roles = [message.get("role") for message in messages]
         first = roles.index("assistant") if "assistant" in roles else len(roles)
         return [*messages[:first], *self._without_excess(messages[first:])]
+
+
+def conversation_key(messages: Sequence[Message] | None, tools: Sequence[Tool] | None) -> Conversation:
+    """Return texts that are equal for conversations that say the same; the prefix of one is the key of its beginning.
+
+    Args:
+        messages: In the form of `normalized`.
+    """
+    return (_json(list(tools or ())), *map(message_key, messages or ()))
+
+
+def reasonings(messages: Sequence[Message]) -> tuple[str, ...]:
+    """Return the reasoning of each reply in a conversation, "" for one without."""
+    return tuple(str(each.get("reasoning_content") or "") for each in messages if each.get("role") == "assistant")
+
+
+def message_key(message: Message) -> str:
+    """Return a text that is equal for messages that say the same.
+
+    Clients drop the reasoning of earlier replies, and give calls other ids.
+
+    Args:
+        message: In the form of `normalized`.
+    """
+    if message["role"] != "assistant":
+        return _json(message)
+    calls = [call["function"] for call in message.get("tool_calls") or ()]
+    return _json(["assistant", message["content"], [[call["name"], call["arguments"]] for call in calls]])
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, default=str)
 
 
 def shorten(text: str, max_tokens: int, count: Callable[[str], int]) -> str:

@@ -7,17 +7,16 @@ are the same. There are no engines, unless `eval.every` is above 0: then they ar
 weights before an evaluation, and hand the devices back after it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 
 from app.config import RunConfig
-from app.errors import TrainerError
 from app.mode import ModeResult, train
 from app.placement.context import RunContext
 from app.placement.controller import PlacementController
-from app.types import Group, Prompt, StepReport
+from app.types import Group, SyncReport
 
 
 def run(config: RunConfig, folder: Path) -> ModeResult:
@@ -31,6 +30,7 @@ class Supervised(PlacementController):
     def __init__(self, context: RunContext, version: int = 0, *, evaluation_due: bool = False):
         super().__init__(context, version, evaluation_due=evaluation_due)
         self.evaluation_due = self.evaluation_due and self.config.evaluates
+        self._prompt_ids: list[str] = []  # of the current step
 
     async def _run(self) -> None:
         await self.context.supervisor.pause_restarts()
@@ -42,35 +42,24 @@ class Supervised(PlacementController):
             await self.after_step()
 
     async def _step(self, step: int) -> None:
+        assert self.context.demonstrator is not None
         self.seconds = {}
         prompts = self.context.cursor.take(self.config.algorithm.prompts_per_step)
+        self._prompt_ids = [prompt.id for prompt in prompts]
         async with self.phase("train"):
-            report = await self._train(step, prompts)
-        await self._commit(step, prompts, report, self._step_seconds())
+            await self.context.trainer.begin_step(version=step)
+            await self.context.trainer.add_demonstrations(self.context.demonstrator.sequences(prompts))
+            await self.finish_open_step(step)
+        await self.commit()
 
-    async def _train(self, step: int, prompts: Sequence[Prompt]) -> StepReport:
-        """Train one step; if it fails and the ranks can continue, retry it on the same rows."""
-        assert self.context.demonstrator is not None
-        sequences = self.context.demonstrator.sequences(prompts)
-        trainer = self.context.trainer
-
-        async def commit(report: StepReport, seconds: Mapping[str, float]) -> None:
-            await self._commit(step, prompts, report, seconds)
-
-        while True:
-            try:
-                await trainer.begin_step(version=step)
-                await trainer.add_demonstrations(sequences)
-                return await self.finish_open_step(step, commit)
-            except TrainerError as error:
-                await self.recover_step(error)
-
-    async def _commit(
-        self, step: int, prompts: Sequence[Prompt], report: StepReport, seconds: Mapping[str, float]
-    ) -> None:
+    async def commit(self, sync: SyncReport | None = None, extra: Mapping[str, float] | None = None) -> None:
+        """Record the pending step and mark its rows as consumed."""
+        assert self._pending is not None
+        seconds = self._step_seconds()  # before the wait for the report
+        report = await self._pending.report
         metrics = {"policy_version": float(report.version), **report.metrics}
         metrics |= {f"time/{phase}": value for phase, value in seconds.items()}
-        await self.record(step, metrics, trained=[prompt.id for prompt in prompts])
+        await self.record(metrics, trained=self._prompt_ids)
 
     async def _sample_evaluation(self) -> tuple[dict[str, dict[str, float]], list[Group]]:
         """Compute the cross-entropy of held-out replies, then sample answers during the engines' turn."""

@@ -142,7 +142,8 @@ class EnginePool:
         results = await asyncio.gather(*(call(index, engine) for index, engine in alive))
         return dict(result for result in results if result is not None)
 
-    def situation(self) -> str:
+    def describe(self) -> str:
+        """Describe how many engines are ready and why the others are not, in one line."""
         lost = "".join(f", engine {index} is lost: {one_line(cause)}" for index, cause in sorted(self.lost.items()))
         return f"{len(self.alive)} of {len(self.engines)} engines ready{lost}"
 

@@ -1,8 +1,8 @@
-"""One attempt of an episode: the environment requests tokens, the group's engine samples them, and sequences grow.
+"""One attempt of an episode: the environment requests tokens, the group's engine samples them.
 
 Invariant: whenever a request is sent, the response tokens of all sequences and what the requests in flight may still
 sample are together at most `Sampling.max_tokens`. A request reserves all that it may sample; the next one, in the order
-of asking, waits until as much is free. It never gets less because of others, and is refused only where the tokens that
+of arrival, waits until as much is free. It never gets less because of others, and is refused only where the tokens that
 were sampled and observed leave no room. A wait ends, because each request in flight ends: with its completion, or with
 an error, which ends the attempt.
 """
@@ -16,13 +16,14 @@ import numpy as np
 
 from app.environment.wire import Answer, End, SampleRequest
 from app.rollout.episodes.episode_group import EpisodeGroup
-from app.rollout.episodes.sequence_builder import SequenceBuilder
+from app.rollout.episodes.sampled_sequence import SampledSequence
 from app.types import (
     Completion,
     Ending,
     Episode,
     FinishReason,
     GroupRequest,
+    TokenSequence,
     Trajectory,
     Turn,
     VersionSpan,
@@ -55,10 +56,10 @@ class EpisodeAttempt:
         self.number = number
         self.session = session
         self.limits = limits
-        self.sequences: list[SequenceBuilder] = []
+        self.sequences: list[SampledSequence] = []
         self.last: Completion | None = None
         self.full = False  # the last completion took all room that was left
-        self.asked = 0
+        self.requests_sent = 0
         self.prompt_tokens = 0  # over all requests
         self.cached_tokens = 0
         self.engine_seconds = 0.0
@@ -78,7 +79,7 @@ class EpisodeAttempt:
                 on_message()
                 match message:
                     case SampleRequest():
-                        problem = self._append(message)
+                        problem = self._begin(message)
                         if problem is not None:
                             return Failed(message.job, "value", problem)
                         self._answering.add(asyncio.create_task(self._answer(message)))
@@ -110,13 +111,13 @@ class EpisodeAttempt:
         timeline = self.group.requests.timeline
         now = timeline.now()
         if not self._answering and now - self._idle_since >= MIN_SHOWN_S:
-            timeline.add("environment", f"{self.group.play.prompt.id} member {self.number}", self._idle_since, now)
+            timeline.add("environment", f"{self.group.spec.prompt.id} member {self.number}", self._idle_since, now)
 
-    def _append(self, ask: SampleRequest) -> str | None:
-        """Append to the sequence. Returns what is wrong with the first opening, if anything."""
-        if ask.sequence == len(self.sequences):
-            self.sequences.append(SequenceBuilder())
-        self.sequences[ask.sequence].append(ask.append)
+    def _begin(self, request: SampleRequest) -> str | None:
+        """Note what a request begins with. Returns what is wrong with the first opening, if anything."""
+        if request.sequence == len(self.sequences):
+            self.sequences.append(SampledSequence())
+        self.sequences[request.sequence].begin(request.context)
 
         opening = self.sequences[0].opening_tokens
         if opening <= self.limits.max_prompt_tokens:
@@ -126,101 +127,101 @@ class EpisodeAttempt:
             f"rollout.max_prompt_tokens={self.limits.max_prompt_tokens}."
         )
 
-    async def _answer(self, ask: SampleRequest) -> None:
+    async def _answer(self, request: SampleRequest) -> None:
+        sequence = self.sequences[request.sequence]
         try:
-            await self._extend(ask)
+            async with self._admission:
+                reserved = await self._reserve(sequence, request.max_tokens)
+            if not reserved:
+                self.full = True
+                self.session.reply(request, Answer(request.number, [], "full"))
+                return
+
+            try:
+                completion = await self._sample(sequence, reserved)
+                sequence.add(completion)
+            finally:
+                self._reserved -= reserved
+                self._released.set()
         finally:
             self._idle_since = self.group.requests.timeline.now()
 
-    async def _extend(self, ask: SampleRequest) -> None:
-        sequence = self.sequences[ask.sequence]
-        async with self._admission:
-            most = await self._reserve(sequence, ask.max_tokens)
-        if most <= 0:
-            self.full = True
-            self.session.reply(ask, Answer(ask.number, [], "full"))
-            return
-
-        try:
-            completion = await self._sample(sequence, most)
-            sequence.add(completion)
-        finally:
-            self._reserved -= most
-            self._released.set()
-
         self.last = completion
         self.full = completion.truncated and self._room(sequence) <= 0
-        logprobs = completion.logprobs.tolist() if ask.logprobs else None
+        logprobs = completion.logprobs.tolist() if request.logprobs else None
         finish = completion.finish_reason.value
-        self.session.reply(ask, Answer(ask.number, completion.token_ids.tolist(), finish, logprobs))
+        self.session.reply(request, Answer(request.number, completion.token_ids.tolist(), finish, logprobs))
 
-    async def _reserve(self, sequence: SequenceBuilder, max_tokens: int | None) -> int:
-        """Reserve all tokens that a request may sample, once they are free. Returns none where there is no room."""
+    async def _reserve(self, sequence: SampledSequence, max_tokens: int | None) -> int:
+        """Reserve all tokens that a request may sample, once they are free. Returns 0 where there is no room."""
         while True:
             room = self._room(sequence)
-            most = room if max_tokens is None else min(room, max_tokens)
-            if most <= 0:
+            limit = room if max_tokens is None else min(room, max_tokens)
+            if limit <= 0:
                 return 0
 
-            if most <= self._left - self._reserved:
-                self._reserved += most
-                return most
+            if limit <= self._left - self._reserved:
+                self._reserved += limit
+                return limit
             self._released.clear()
             await self._released.wait()
 
     @property
     def _left(self) -> int:
         """Tokens of the trajectory that are neither sampled nor observed yet."""
-        return self.group.play.sampling.max_tokens - sum(each.response_tokens for each in self.sequences)
+        return self.group.spec.sampling.max_tokens - sum(each.response_tokens for each in self.sequences)
 
-    def _room(self, sequence: SequenceBuilder) -> int:
+    def _room(self, sequence: SampledSequence) -> int:
         """Return how many tokens may be sampled for this sequence, were no other request in flight."""
         return min(self._left, self.limits.context - sequence.tokens)
 
-    async def _sample(self, sequence: SequenceBuilder, max_tokens: int) -> Completion:
-        play = self.group.play
-        token_ids = sequence.token_ids()
-        self.asked += 1
+    async def _sample(self, sequence: SampledSequence, max_tokens: int) -> Completion:
+        spec = self.group.spec
+        self.requests_sent += 1
         request = GroupRequest(
-            play.prompt.id,
-            token_ids,
+            spec.prompt.id,
+            sequence.context,
             1,
-            replace(play.sampling, max_tokens=max_tokens),
-            play.version(),
-            turn=f"{self.asked} of episode {self.session.number} of member {self.number}",  # an earlier one may linger
+            replace(spec.sampling, max_tokens=max_tokens),
+            spec.version(),
+            # Unique: a request of an earlier attempt may still be in flight.
+            turn=f"{self.requests_sent} of episode {self.session.number} of member {self.number}",
         )
 
         sent = time.perf_counter()
-        (completion,) = await self.group.requests.send(request, play.version, self.group.sticky_engine.engine)
+        (completion,) = await self.group.requests.send(request, spec.version, self.group.sticky_engine.engine)
         self.engine_seconds += time.perf_counter() - sent
-        self.prompt_tokens += len(token_ids)
+        self.prompt_tokens += len(request.token_ids)
         self.cached_tokens += completion.cached_tokens
         self.group.sampled_tokens += len(completion.token_ids)
         return completion
 
     def _trajectory(self, end: End, seconds: float) -> Trajectory:
-        play = self.group.play
-        empty = np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.float32)
-        nothing = Completion(*empty, FinishReason.length, (VersionSpan(play.version(), 0, 0),))
-        sequences = [sequence for sequence in self.sequences if sequence.sampled_tokens]
-        if not sequences:  # the policy was never asked, or there was no room for a token
-            sequences = self.sequences[:1] or [SequenceBuilder()]
-            if not sequences[0].tokens:
-                sequences[0].append(play.prompt.token_ids.tolist())
-            sequences[0].add(nothing)
+        spec = self.group.spec
+        sequences = tuple(sequence.join() for sequence in self.sequences if sequence.is_sampled)
+        nothing = Completion(
+            np.zeros(0, dtype=np.int32),
+            np.zeros(0, dtype=np.float32),
+            FinishReason.length,
+            (VersionSpan(spec.version(), 0, 0),),
+        )
+        if not sequences:  # the policy was never called, or there was no room for a token
+            context = self.sequences[0].context if self.sequences else spec.prompt.token_ids
+            mask = np.zeros(len(context), dtype=bool)
+            sequences = (TokenSequence(context, mask, nothing.logprobs, nothing.spans),)
 
         episode = Episode(
-            sequences=tuple(sequence.build() for sequence in sequences),
+            sequences=sequences,
             turns=tuple(Turn(**turn) for turn in end.turns),
             ending=Ending.length if self.full else Ending(end.ending),
             scores=end.scores,
             metrics={**end.metrics, **self._metrics(seconds)},
         )
-        return Trajectory(play.prompt, self.last or nothing, end.text, episode=episode)
+        return Trajectory(spec.prompt, self.last or nothing, end.text, episode=episode)
 
     def _metrics(self, seconds: float) -> dict[str, float]:
         return {
-            "turns": float(self.asked),
+            "turns": float(self.requests_sent),
             "sequences": float(len(self.sequences)),
             "wall_seconds": seconds,
             "engine_seconds": self.engine_seconds,

@@ -25,8 +25,8 @@ class GroupSpec:
 class EpisodeGroup:
     """The episodes of one prompt that are being played."""
 
-    def __init__(self, play: GroupSpec, sticky_engine: StickyEngine, requests: Requests):
-        self.play = play
+    def __init__(self, spec: GroupSpec, sticky_engine: StickyEngine, requests: Requests):
+        self.spec = spec
         self.sticky_engine = sticky_engine
         self.requests = requests
         self.trajectories: dict[int, Trajectory] = {}  # by member; those that failed are missing
@@ -36,16 +36,16 @@ class EpisodeGroup:
 
     async def run(self, member: Callable[["EpisodeGroup", int], Coroutine[Any, Any, None]]) -> None:
         async def members() -> None:
-            await gather_or_raise(*(member(self, number) for number in range(self.play.size)))
+            await gather_or_raise(*(member(self, number) for number in range(self.spec.size)))
 
         self._playing = asyncio.ensure_future(members())
         try:
             await self._playing
         except Aborted:
-            raise Aborted(self.play.prompt.id, self.sampled_tokens) from None
+            raise Aborted(self.spec.prompt.id, self.sampled_tokens) from None
         except asyncio.CancelledError:
             if self.aborted:
-                raise Aborted(self.play.prompt.id, self.sampled_tokens) from None
+                raise Aborted(self.spec.prompt.id, self.sampled_tokens) from None
             raise
 
     def abort(self) -> None:

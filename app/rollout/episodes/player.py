@@ -1,11 +1,11 @@
-"""The driver's side of episodes: environments ask, engines answer, and sequences grow.
+"""The driver's side of episodes: environments request tokens, engines sample them.
 
-    environment worker ── SampleRequest: new tokens ──→ request of the whole sequence ──→ the group's engine
-                       ←─ Answer: sampled tokens ─────── sequence + completion ←───────────┘
-                       ── End: scores, turns ──────────→ Trajectory
+    environment worker ── SampleRequest: all tokens of a sequence ──→ the group's engine
+                       ←─ Answer: sampled tokens ── kept with their log-probabilities ←┘
+                       ── End: scores, turns ──→ Trajectory: what was sampled, joined by sequence
 
 Invariants:
-- The driver handles tokens and never text. Each request begins with all tokens of its sequence.
+- The driver handles tokens and never text.
 - An episode ends exactly once: as a trajectory, failed, or aborted. Its environment is closed then.
 - A failed environment is never a reward: the episode is played again, and then left out of its group.
 """
@@ -61,7 +61,7 @@ class Episodes:
         self.progress = 0
         self._groups: dict[str, EpisodeGroup] = {}  # by prompt id
 
-    async def play(self, play: GroupSpec, pool: EnginePool, requests: Requests) -> list[Trajectory]:
+    async def play(self, spec: GroupSpec, pool: EnginePool, requests: Requests) -> list[Trajectory]:
         """Return the trajectories of a group, without those that failed.
 
         Raises:
@@ -69,13 +69,13 @@ class Episodes:
             EngineError: A request failed too often.
             RunError: Environments failed too often.
         """
-        with pool.sticky_engine(play.size) as sticky_engine:
-            group = EpisodeGroup(play, sticky_engine, requests)
-            self._groups[play.prompt.id] = group
+        with pool.sticky_engine(spec.size) as sticky_engine:
+            group = EpisodeGroup(spec, sticky_engine, requests)
+            self._groups[spec.prompt.id] = group
             try:
                 await group.run(self._member)
             finally:
-                del self._groups[play.prompt.id]
+                del self._groups[spec.prompt.id]
         return [group.trajectories[number] for number in sorted(group.trajectories)]
 
     def abort(self, prompt_ids: Sequence[str]) -> None:
@@ -86,7 +86,7 @@ class Episodes:
 
     async def _member(self, group: EpisodeGroup, number: int) -> None:
         """Play one episode until it ends well, or every attempt has failed."""
-        charged = lost = 0
+        failed = lost = 0
         while True:
             outcome = await self._attempt(group, number)
             if isinstance(outcome, Trajectory):
@@ -96,16 +96,18 @@ class Episodes:
 
             self.failures.by_kind[outcome.kind] += 1
             self.failures.warn(outcome.kind, "an episode", outcome.text)
-            blameless = outcome.kind == "lost" and lost < MAX_LOST_ATTEMPTS
-            lost += blameless
-            charged += not blameless
-            if charged > self.limits.retries:
+            if outcome.kind == "lost" and lost < MAX_LOST_ATTEMPTS:  # another episode ended the worker
+                lost += 1
+                continue
+
+            failed += 1
+            if failed > self.limits.retries:
                 self.failures.count(outcome.text)
                 return
 
     async def _attempt(self, group: EpisodeGroup, number: int) -> Trajectory | Failed:
-        prompt = group.play.prompt
-        task = self._task(prompt, training=group.play.training)
+        prompt = group.spec.prompt
+        task = self._task(prompt, training=group.spec.training)
         session = await self.environments.begin(task, prompt.token_ids.tolist())
         episode = EpisodeAttempt(group, number, session, self.limits)
         cancelled = False

@@ -22,22 +22,22 @@ from http import HTTPStatus
 from typing import Any
 
 from app.environment.protocol import EpisodeOver, Message, Policy
-from app.environment.worker.conversation import message_key
 from app.environment.worker.openai_endpoint import openai_api
 from app.environment.worker.openai_endpoint.http_server import HEAD_BYTES, HttpRequest, serve_connection
 from app.environment.worker.openai_endpoint.openai_api import Refusal
+from app.environment.worker.sequences import message_key
 
 SESSION_HEADER = "X-Session-ID"
 
 
 @dataclass(eq=False)
-class Seat:
-    """An episode at the server."""
+class Connection:
+    """One episode of the server."""
 
     url: str  # base URL for an OpenAI client
     policy: Policy
-    given: dict[str, list[Message]] = field(default_factory=dict)  # the policy's replies, by what the agent was sent
-    replies: int = 0
+    replies: dict[str, list[Message]] = field(default_factory=dict)  # by the key of what the agent was sent
+    reply_count: int = 0
     running: set[asyncio.Task[Mapping[str, Any]]] = field(default_factory=set)
     over: EpisodeOver | None = None  # the limit that a request ran into
 
@@ -47,20 +47,20 @@ class Endpoint:
 
     Args:
         loop: The worker's event loop, where policies are called. `open` and `shut` may be called in other threads.
-        warn: Called once with a sentence about each setting that requests carry in vain.
+        warn: Called once with a sentence about each setting of requests that has no effect.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, warn: Callable[[str], None]) -> None:
         self._loop = loop
         self._warn = warn
         self._warned: set[str] = set()
-        self._seats: dict[tuple[str, str], Seat] = {}  # by secret and session
+        self._connections: dict[tuple[str, str], Connection] = {}  # by secret and session
         self._shared = secrets.token_urlsafe(24)
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
 
-    def open(self, policy: Policy, session: str | None = None) -> Seat:
-        """Seat an episode.
+    def open(self, policy: Policy, session: str | None = None) -> Connection:
+        """Serve an episode from now on.
 
         Args:
             policy: Called for each request.
@@ -69,19 +69,19 @@ class Endpoint:
         """
         origin = self._listen()
         secret = secrets.token_urlsafe(24) if session is None else self._shared
-        seat = Seat(f"{origin}/{secret}/v1", policy)
-        self._seats[secret, session or ""] = seat
-        return seat
+        connection = Connection(f"{origin}/{secret}/v1", policy)
+        self._connections[secret, session or ""] = connection
+        return connection
 
     @property
     def shared_url(self) -> str:
         """Base URL of the episodes that were opened with a session."""
         return f"{self._listen()}/{self._shared}/v1"
 
-    def shut(self, seat: Seat) -> None:
+    def shut(self, connection: Connection) -> None:
         """End an episode: requests in flight are cancelled, later ones get 404. Idempotent."""
-        self._seats = {key: other for key, other in self._seats.items() if other is not seat}
-        for task in tuple(seat.running):
+        self._connections = {key: other for key, other in self._connections.items() if other is not connection}
+        for task in tuple(connection.running):
             self._loop.call_soon_threadsafe(task.cancel)
 
     def _listen(self) -> str:
@@ -111,11 +111,11 @@ class Endpoint:
         _, secret, *rest = request.path.partition("?")[0].split("/")
         route = f"{request.method} /{'/'.join(rest)}"
         if route == "GET /v1/models" and secret == self._shared:
-            return openai_api.models_response()  # asked without a session
+            return openai_api.models_response()  # requested without a session
 
         session = request.headers.get(SESSION_HEADER.lower(), "") if secret == self._shared else ""
-        seat = self._seats.get((secret, session))
-        if seat is None:
+        connection = self._connections.get((secret, session))
+        if connection is None:
             raise Refusal("There is no such episode, or it is over.", HTTPStatus.NOT_FOUND)
         if route == "GET /v1/models":
             return openai_api.models_response()
@@ -124,40 +124,40 @@ class Endpoint:
         if route not in calls:
             served = ", ".join(["GET /v1/models", *calls])
             raise Refusal(f"{route} is not served, only {served}.", HTTPStatus.NOT_FOUND)
-        return await self._run(seat, calls[route](seat, openai_api.read_json(request.body)))
+        return await self._run(connection, calls[route](connection, openai_api.read_json(request.body)))
 
-    async def _run(self, seat: Seat, call: Coroutine[Any, Any, Mapping[str, Any]]) -> Mapping[str, Any]:
+    async def _run(self, connection: Connection, call: Coroutine[Any, Any, Mapping[str, Any]]) -> Mapping[str, Any]:
         """Run a request of an episode, which `shut` cancels."""
         task = self._loop.create_task(call)
-        seat.running.add(task)
+        connection.running.add(task)
         try:
             return await task
         except EpisodeOver as over:
-            seat.over = over
+            connection.over = over
             raise openai_api.refusal_of(over) from None
         except asyncio.CancelledError:
-            if task.cancelled() and seat not in self._seats.values():
+            if task.cancelled() and connection not in self._connections.values():
                 raise Refusal("The episode is over.", HTTPStatus.NOT_FOUND) from None
             task.cancel()
             raise
         finally:
-            seat.running.discard(task)
+            connection.running.discard(task)
 
-    async def _chat(self, seat: Seat, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        messages, tools, max_tokens = openai_api.read_chat(body, seat.given)
+    async def _chat(self, connection: Connection, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        messages, tools, max_tokens = openai_api.read_chat(body, connection.replies)
         self._warn_of(openai_api.ignored_keys(body))
 
-        reply = await seat.policy(messages, tools=tools, max_tokens=max_tokens)
-        seat.replies += 1
-        message = openai_api.chat_message(reply, seat.replies)
-        seat.given.setdefault(message_key(openai_api.read_messages([message])[0]), []).append(reply.message)
+        reply = await connection.policy(messages, tools=tools, max_tokens=max_tokens)
+        connection.reply_count += 1
+        message = openai_api.chat_message(reply, connection.reply_count)
+        connection.replies.setdefault(message_key(openai_api.read_messages([message])[0]), []).append(reply.message)
         return openai_api.chat_answer(message, reply, body.get("model"))
 
-    async def _generate(self, seat: Seat, body: Mapping[str, Any]) -> Mapping[str, Any]:
+    async def _generate(self, connection: Connection, body: Mapping[str, Any]) -> Mapping[str, Any]:
         token_ids, max_tokens = openai_api.read_generate(body)
         self._warn_of(openai_api.ignored_keys(body.get("sampling_params") or {}))
 
-        sampled = await seat.policy.generate(token_ids, max_tokens=max_tokens, logprobs=True)
+        sampled = await connection.policy.generate(token_ids, max_tokens=max_tokens, logprobs=True)
         return openai_api.generate_answer(sampled)
 
     def _warn_of(self, ignored: Iterable[str]) -> None:

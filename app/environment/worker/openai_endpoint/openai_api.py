@@ -7,7 +7,7 @@ from http import HTTPStatus
 from typing import Any
 
 from app.environment.protocol import EpisodeOver, Message, OutOfTokens, Reply, Sampled, Tool
-from app.environment.worker.conversation import message_key
+from app.environment.worker.sequences import message_key
 from app.utils.chat_messages import WrongMessages, normalized
 
 MODEL = "policy"
@@ -19,6 +19,14 @@ RUN_KEYS = (  # keys of a request that the run decides
 )
 STATUS = ("status_code", "status", "code")  # where openai and httpx, aiohttp, urllib keep it
 MAX_CHAIN = 20  # of errors
+STREAM = {"stream": "is not supported: a reply is sent as a whole."}
+STOP = {"stop": "is not supported: a reply ends where the policy ends it, or at max_completion_tokens."}
+UNSUPPORTED = {  # keys of chat/completions that must not be set
+    **STREAM,
+    **STOP,
+    "logprobs": "are not supported here: POST token ids to /inference/v1/generate.",
+    "functions": "are not supported: give them as tools.",
+}
 KEPT = ("content", "reasoning_content", "tool_call_id", "tool_calls")  # beside the role
 
 
@@ -39,7 +47,7 @@ def refusal_of(over: EpisodeOver) -> Refusal:
 
 
 def is_bad_request(error: BaseException) -> bool:
-    """Whether an agent's error, or one that led to it, is a client's for status 400: so it learns of a limit."""
+    """Whether an agent's error, or one that led to it, is a client's for HTTP 400, the status of a limit."""
     for _ in range(MAX_CHAIN):
         found = (getattr(each, name, None) for each in (error, getattr(error, "response", None)) for name in STATUS)
         if HTTPStatus.BAD_REQUEST in found:
@@ -65,18 +73,18 @@ def ignored_keys(values: Mapping[str, Any]) -> list[str]:
 
 
 def read_chat(
-    body: Mapping[str, Any], given: Mapping[str, Sequence[Message]]
+    body: Mapping[str, Any], replies_sent: Mapping[str, Sequence[Message]]
 ) -> tuple[list[Message], list[Tool] | None, int | None]:
-    """Read a request to `chat/completions`: messages as the policy takes them, tools, and the most tokens to sample.
+    """Read a request to `chat/completions`: messages as the policy takes them, tools, and the limit of tokens.
 
     Args:
-        given: The policy's replies in this episode, by `message_key` of what the agent was sent for them. An agent may
-            send them back without the reasoning, or with null fields: they count as what they were.
+        replies_sent: The policy's replies in this episode, by `message_key` of what the agent was sent for them. An
+            agent may send them back without the reasoning, or with null fields: they count as what they were.
 
     Raises:
         Refusal: It needs what is not served.
     """
-    _refuse_what_is_not_served(body)
+    _refuse_chat(body)
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise Refusal("messages must be a list of at least one message.")
@@ -84,7 +92,7 @@ def read_chat(
     read = read_messages(messages)
     keys = [message_key(message) for message in read]
     for place, key in enumerate(keys):
-        if replies := given.get(key):
+        if replies := replies_sent.get(key):
             read[place] = _match_reply(read[place], replies, keys[place:].count(key))
     return read, body.get("tools") or None, max_tokens_of(body)
 
@@ -138,15 +146,14 @@ def chat_answer(message: Mapping[str, Any], reply: Reply, model: object) -> dict
 
 
 def read_generate(body: Mapping[str, Any]) -> tuple[list[int], int | None]:
-    """Read a request to vLLM's `generate`: token ids [L], and the most tokens to sample.
+    """Read a request to vLLM's `generate`: token ids [L], and the limit of tokens.
 
     Raises:
         Refusal: It needs what is not served.
     """
     if body.get("features") or body.get("content_parts"):
         raise Refusal("Images, audio and video are not supported: the policy reads text only.")
-    if body.get("stream"):
-        raise Refusal("stream=true is not supported: a reply is sent as a whole.")
+    _refuse(body, STREAM)
 
     sampling = body.get("sampling_params") or {}
     token_ids = body.get("token_ids")
@@ -159,7 +166,7 @@ def read_generate(body: Mapping[str, Any]) -> tuple[list[int], int | None]:
     ):
         raise Refusal("token_ids must be a list of at least one token id.")
 
-    _refuse_stops_and_copies(sampling)
+    _refuse(sampling, STOP)
     return token_ids, max_tokens_of(sampling)
 
 
@@ -195,14 +202,17 @@ def max_tokens_of(values: Mapping[str, Any]) -> int | None:
     return None
 
 
-def _refuse_what_is_not_served(body: Mapping[str, Any]) -> None:
-    _refuse_stops_and_copies(body)
-    if body.get("stream"):
-        raise Refusal("stream=true is not supported: a reply is sent as a whole.")
-    if body.get("logprobs"):
-        raise Refusal("logprobs are not supported here: POST token ids to /inference/v1/generate.")
-    if body.get("functions"):
-        raise Refusal("functions are not supported: give them as tools.")
+def _refuse(values: Mapping[str, Any], reasons: Mapping[str, str]) -> None:
+    """Raise `Refusal` for the first of these keys that is set."""
+    for key, reason in reasons.items():
+        if values.get(key):
+            raise Refusal(f"{key} {reason}")
+    if values.get("n") not in (None, 1):
+        raise Refusal("n must be 1: send a request for each reply.")
+
+
+def _refuse_chat(body: Mapping[str, Any]) -> None:
+    _refuse(body, UNSUPPORTED)
     if body.get("tool_choice") not in (None, "auto"):
         raise Refusal("tool_choice must be auto: the policy decides by itself whether to call a tool.")
 
@@ -212,13 +222,6 @@ def _refuse_what_is_not_served(body: Mapping[str, Any]) -> None:
     tools = body.get("tools")
     if tools and not (isinstance(tools, list) and all(_is_function(tool) for tool in tools)):
         raise Refusal('tools must be a list of {"type": "function", "function": {"name": ...}}.')
-
-
-def _refuse_stops_and_copies(values: Mapping[str, Any]) -> None:
-    if values.get("n") not in (None, 1):
-        raise Refusal("n must be 1: send a request for each reply.")
-    if values.get("stop"):
-        raise Refusal("stop is not supported: a reply ends where the policy ends it, or at max_completion_tokens.")
 
 
 def _is_function(tool: object) -> bool:
