@@ -45,7 +45,7 @@ class EventTimer(PhaseTimer):
         """Return the seconds of every phase so far. Synchronizes the device."""
         self._module.synchronize(self._device)
         for name, start, end in self._events:
-            self._add(name, start.elapsed_time(end) / 1000)
+            self.add(name, start.elapsed_time(end) / 1000)
         self._events.clear()
         return super().seconds()
 

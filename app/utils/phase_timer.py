@@ -17,7 +17,9 @@ class PhaseTimer:
     def phase(self, name: str) -> Iterator[None]:
         started = perf_counter()
         yield
-        seconds = perf_counter() - started
+        self.add(name, perf_counter() - started)
+
+    def add(self, name: str, seconds: float) -> None:
         self._seconds[name] += seconds
         self._longest[name] = max(self._longest[name], seconds)
 

@@ -83,7 +83,7 @@ def require(
     problem = problems[0] if problems else f"it was not imported and tried within {IMPORT_TIMEOUT_S:g} s"
     if problem is not None:
         raise ConfigError(key, path, accepted, problem)
-    return found[0]  # type: ignore[no-any-return]
+    return found[0]
 
 
 def lacks(found: object, *names: str) -> str | None:
