@@ -41,6 +41,9 @@ def remove_evaluation_of_other_data(composed: DictConfig) -> None:
     sets = composed.data.eval_sets
     with open_dict(sets):
         for name, evaluation in [*sets.items()]:
-            own = any(each.startswith((f"{SETS}.{name}.", f"{SETS}={{{name}")) for each in written)
+            own = any(
+                each.startswith(f"{SETS}.{name}.") or (each.startswith(f"{SETS}=") and f"{name}:" in each)
+                for each in written
+            )
             if not own and (unwanted or other_rows or (other_path and evaluation.get("path") is not None)):
                 del sets[name]

@@ -18,7 +18,6 @@ from app.reward.component import (
     Failure,
     FailureKind,
     LoggedScore,
-    Outcome,
     RewardComponent,
     RewardFunction,
     evaluate,
@@ -46,7 +45,9 @@ def load(settings: Mapping[str, Any]) -> "RewardHandler":
     component: RewardComponent = unpickled(settings["component"])
     reward = component.load()
     if component.key is None:
-        _limit_memory()
+        _, hard = resource.getrlimit(resource.RLIMIT_AS)
+        limit = MAX_BUILT_IN_MEMORY if hard == resource.RLIM_INFINITY else min(MAX_BUILT_IN_MEMORY, hard)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
     return RewardHandler(component, reward)
 
 
@@ -59,22 +60,20 @@ class RewardHandler:
         self._reward = reward
 
     def serve(self, pipe: socket.socket) -> None:
-        """Answer one call after another until the driver closes the pipe."""
+        """Answer one call after another until the driver closes the pipe.
+
+        The failures of a call, each kind of message once, go to stderr, which is the log.
+        """
         with asyncio.Runner() as runner:
             for line in pipe.makefile("rb"):
                 begin = CODEC.decode(line)
                 trajectories = unpickled(begin.payload)
                 outcome = evaluate(self._reward, trajectories, runner)
-                self._log(trajectories, outcome)
+                prompts = ", ".join(dict.fromkeys(trajectory.prompt.id for trajectory in trajectories))
+                where = f"{self._component.name} failed on {prompts}, {len(trajectories)} trajectories"
+                for failure in dict.fromkeys(failures(outcome)):
+                    sys.stderr.write(f"{where}: {failure}\n")
                 pipe.sendall(CODEC.encode(Scored(begin.job, pack(outcome))))
-
-    def _log(self, trajectories: Sequence[Trajectory], outcome: Outcome) -> None:
-        """Write the failures of a call, each kind of message once, to the log, which is stderr."""
-        prompts = ", ".join(dict.fromkeys(trajectory.prompt.id for trajectory in trajectories))
-        for failure in dict.fromkeys(failures(outcome)):
-            sys.stderr.write(
-                f"{self._component.name} failed on {prompts}, {len(trajectories)} trajectories: {failure}\n"
-            )
 
 
 def pickled(value: RewardComponent | Sequence[Trajectory]) -> str:
@@ -109,9 +108,3 @@ def unpack(packed: Any) -> Any:
         return LoggedScore(**packed)
     ((kind, message),) = packed.items()
     return Failure(FailureKind[kind], message)
-
-
-def _limit_memory() -> None:
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    limit = MAX_BUILT_IN_MEMORY if hard == resource.RLIM_INFINITY else min(MAX_BUILT_IN_MEMORY, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))

@@ -36,13 +36,8 @@ def worker_spec(config: RunConfig, model_path: Path, *, tried: bool = False) -> 
         ConfigError: `model.chat_template` cannot be read.
     """
     settings = config.environment
-    limits = Limits(
-        settings.max_turns,
-        settings.max_turn_tokens,
-        settings.max_observation_tokens,
-        settings.timeout_s,
-        settings.episode_s,
-    )
+    turns = (settings.max_turns, settings.max_turn_tokens, settings.max_observation_tokens)
+    limits = Limits(*turns, settings.timeout_s, settings.episode_s)
     environment = {
         "kind": settings.module,
         "target": settings._target_,
@@ -137,8 +132,10 @@ async def tried_pool(config: RunConfig, model_path: Path) -> AsyncIterator[Envir
             await pool.start()
             yield pool
         except RunError as error:
-            sentence = without_log(str(error)).removesuffix(".")
-            raise ConfigError("", "", reason=f"{sentence}{_last_line(log)}") from error
+            written = log.read_text(errors="replace", encoding="utf-8").split("\n") if log.exists() else []
+            last = next((line.strip().rstrip(".") for line in reversed(written) if line.strip()), "")
+            reason = without_log(str(error)).removesuffix(".")
+            raise ConfigError("", "", reason=f"{reason}; its last line: {last}" if last else reason) from error
         finally:
             pool.close()
             await asyncio.sleep(0)  # closes its pipe
@@ -147,10 +144,3 @@ async def tried_pool(config: RunConfig, model_path: Path) -> AsyncIterator[Envir
 def without_log(text: str) -> str:
     """Return a sentence about a worker of `tried_pool` without the log, which is gone when it is read."""
     return re.sub(rf"; log: \S+/{LOG}", "", text)
-
-
-def _last_line(log: Path) -> str:
-    """Return what a worker wrote last, for a sentence."""
-    lines = log.read_text(errors="replace", encoding="utf-8").split("\n") if log.exists() else []
-    written = [line.strip() for line in lines if line.strip()]
-    return f"; its last line: {written[-1].rstrip('.')}" if written else ""

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from app.config.trainer import Optimizer
 from app.data import rows
 from app.data.build import check_template, conversation, rendering_warnings
 from app.data.counts import describe_rows
+from app.data.fields import Row
 from app.errors import ConfigError, expect, named
 from app.model.architecture import architecture_of, checkpoint_config, layer_names, require_context, require_own_preset
 from app.model.hf_directory import identity, load_tokenizer, require_complete, require_window
@@ -37,13 +38,7 @@ NO_TOKENS = np.zeros(1, np.int32)
 PROMPT_CHARACTERS = 400  # shown of each end of a long prompt
 REFUSED = "correct the setting; mode=train ends with this sentence"
 WARNED = "a run warns of this, too"
-TRANSPORT = (
-    "sender",
-    "route",
-    "connect",
-    "request_body",
-    "abort",
-)  # attributes of `Transport` in app/weight_sync
+TRANSPORT = ("sender", "route", "connect", "request_body", "abort")  # of a `weight_sync.transport.base.Transport`
 
 
 def sizes(run: RunInputs) -> None:
@@ -82,18 +77,15 @@ def disk(run: RunInputs) -> Iterator[Finding]:
     yield Finding("disk", f"{size(free)} free for {folder.absolute()}, the run may write {size(needed)}")
 
 
-def ports(run: RunInputs) -> Iterator[Finding]:
+def ports(run: RunInputs) -> None:
     """Whether the ports of the engines are free on this machine."""
     config = run.config
     first, count = config.rollout.port, config.engines
     if first is None or config.rollout.urls or config.cluster.address is not None:
         return
-
     for port in range(first, first + count):
-        accepted = f"the first of {count} free port(s), or null"
-        if not port_is_free("127.0.0.1", port):
-            raise ConfigError("rollout.port", first, accepted, f"port {port} is in use on this machine")
-    yield Finding("ports", f"{first} to {first + count - 1} are free")
+        accepted = f"the first of {count} free port(s), or null; port {port} is in use on this machine"
+        expect(port_is_free("127.0.0.1", port), "rollout.port", first, accepted)
 
 
 def data(run: RunInputs) -> Iterator[Finding]:
@@ -149,11 +141,11 @@ def devices(run: RunInputs) -> Iterator[Finding]:
 
 
 def model_files(run: RunInputs) -> None:
-    """What only the files of the model tell: of a hub model its context, windows, the layers with adapters."""
+    """Context, windows and layers with adapters, from the files of the model."""
     config = run.config
     fields = checkpoint_config(replace(config.model, path=str(run.model_path), revision=None))
     require_context(config.rollout, fields, str(config.model.path))
-    require_window(run.model_path, tokens=config.rollout.max_prompt_tokens + config.rollout.max_completion_tokens)
+    require_window(run.model_path, tokens=config.rollout.max_tokens)
     if config.model.lora.enabled:
         require_targets(run.model_path, config.model.lora)
 
@@ -175,7 +167,11 @@ def prompts(run: RunInputs) -> Iterator[Finding]:
     config = run.config
     require_rendering(config, run.model_path, run.tokenizer)
     made = run.prompts
-    _require_variables_of_the_run(run)
+    for prompt in made.all if config.environment.multi_turn else ():
+        # an environment does not know them in later turns
+        own = prompt.template_kwargs.keys() - {"tools"}
+        accepted = f"{', '.join(sorted(own))} for all rows: with an environment those of a row are not accepted"
+        expect(not own, f"data.{TEMPLATE_KWARGS}", config.data.chat_template_kwargs, accepted)
     run.count_steps(len(made.train))
     evaluated = sum(map(len, made.evals.values()))
     yield Finding("prompts", f"{len(made.train):,} to train on, {evaluated:,} to evaluate on")
@@ -193,34 +189,30 @@ def prompts(run: RunInputs) -> Iterator[Finding]:
     start = made.train.state()
     (first,) = made.train.take(1)
     made.train.restore(start)
-    yield Finding("first prompt", _shown(run.tokenizer.decode(first.token_ids)))
-
-
-def _require_variables_of_the_run(run: RunInputs) -> None:
-    """Raise `ConfigError` for rows with variables of the template: an environment does not know them in later turns."""
-    for prompt in run.prompts.all if run.config.environment.multi_turn else ():
-        own = prompt.template_kwargs.keys() - {"tools"}
-        accepted = f"{', '.join(sorted(own))} for all rows: with an environment those of a row are not accepted"
-        expect(not own, f"data.{TEMPLATE_KWARGS}", run.config.data.chat_template_kwargs, accepted)
+    text = run.tokenizer.decode(first.token_ids)
+    if (omitted := len(text) - 2 * PROMPT_CHARACTERS) > 0:
+        text = f"{text[:PROMPT_CHARACTERS]} … {omitted:,} characters … {text[-PROMPT_CHARACTERS:]}"
+    yield Finding("first prompt", json.dumps(text, ensure_ascii=False))
 
 
 def demonstrations(run: RunInputs) -> Iterator[Finding]:
     """Whether the replies to imitate can be rendered, and how many are too long."""
     config = run.config
+    warnings = []
     if run.replies:
         prompts = run.prompts.train.prompts
     elif config.data.demonstrations is not None:
         prompts = run.demonstrations.prompts
         if dropped := run.demonstrations.dropped:
-            warning = f"{dropped} demonstrations are dropped: prompts longer than rollout.max_prompt_tokens"
-            yield Finding("demonstrations", warning, CheckStatus.warn, WARNED)
+            warnings.append(f"{dropped} demonstrations are dropped: prompts longer than rollout.max_prompt_tokens")
     else:
         return
 
     yield Finding("demonstrations", f"{len(prompts):,} to imitate")
     if cut := run.demonstrator.count_cut(prompts):
         limit = f"rollout.max_prompt_tokens + rollout.max_completion_tokens = {config.rollout.max_tokens}"
-        warning = f"{cut} of {len(prompts)} demonstrations are cut: longer than {limit}"
+        warnings.append(f"{cut} of {len(prompts)} demonstrations are cut: longer than {limit}")
+    for warning in warnings:
         yield Finding("demonstrations", warning, CheckStatus.warn, WARNED)
 
 
@@ -297,12 +289,8 @@ def code(run: RunInputs) -> Iterator[Finding]:
     description, weak = require_sandbox()
     yield Finding("sandbox", description, CheckStatus.warn if weak else CheckStatus.ok, WARNED if weak else "")
     if "data" not in run.missing:
-        trained = [] if run.config.mode is Mode.eval else run.rows.train
-        sets = [
-            [(f"{row.source}/{row.index}", row.columns, row.answer) for row in rows]
-            for rows in (trained, *run.rows.evals.values())
-        ]
-        yield Finding("tests", describe_tests(sets))
+        places = [[(f"{row.source}/{row.index}", row.columns, row.answer) for row in rows] for rows in _sets(run)]
+        yield Finding("tests", describe_tests(places))
 
 
 def reward(run: RunInputs) -> Iterator[Finding]:
@@ -318,26 +306,23 @@ def reward(run: RunInputs) -> Iterator[Finding]:
     # those that read turns or scores would fail on completions made up without them
     tried = replace(config.reward, tryout=config.reward.tryout and not config.environment.multi_turn)
     tokenize = tokenizer_of(run.tokenizer) if run.moment is CheckStage.start else lambda text: list(text.encode())
-    for warning in try_rewards(tried, _some_prompts(run), tokenize):
+    for warning in try_rewards(tried, _first_prompts(run), tokenize):
         yield Finding("reward", warning, CheckStatus.warn, WARNED)
     yield Finding("reward", f"{config.reward.formula}; {', '.join(own)} can be loaded")
 
 
-def _some_prompts(run: RunInputs) -> list[Prompt]:
-    """Return a training prompt and the first of each evaluation set, whose rows may have other columns."""
+def _sets(run: RunInputs) -> list[Sequence[Row]]:
+    """Return the rows that are trained on and those of each evaluation set; nothing if they are not here."""
     if "data" in run.missing:
         return []
     trained = [] if run.config.mode is Mode.eval else [run.rows.train]
+    return [*trained, *run.rows.evals.values()]
+
+
+def _first_prompts(run: RunInputs) -> list[Prompt]:
+    """Return a prompt of each set, since their rows may have other columns."""
     prompts = []
-    for row, *_ in (*trained, *run.rows.evals.values()):
+    for row, *_ in _sets(run):
         name, messages = f"{row.source}/{row.index}", conversation(row, run.config.data)
         prompts.append(Prompt(name, NO_TOKENS, row.answer, row.source, row.question, row.columns, messages))
     return prompts
-
-
-def _shown(text: str) -> str:
-    """Return a prompt as one line, without its middle if it is long."""
-    omitted = len(text) - 2 * PROMPT_CHARACTERS
-    if omitted > 0:
-        text = f"{text[:PROMPT_CHARACTERS]} … {omitted:,} characters … {text[-PROMPT_CHARACTERS:]}"
-    return json.dumps(text, ensure_ascii=False)
