@@ -48,13 +48,14 @@ from app.model.parallelize import reset_fsdp_state
 from app.model.policy import PolicyModel
 from app.trainer.microbatch import (
     MicroBatch,
+    Passes,
     Sample,
     SampleKey,
-    count_ready,
+    Workload,
     make_samples,
     pack,
     plan_microbatches,
-    shared_tokens,
+    ready_passes,
 )
 from app.trainer.optimizer import PolicyOptimizer, UpdateResult, update_metrics
 from app.trainer.pass_gate import PassGate
@@ -63,7 +64,6 @@ from app.trainer.throughput import Cost, ModelFlops, phase_timer, throughput_met
 from app.types import ScoredGroup, StepReport, TokenSequence
 from app.utils.process import trim_heap
 
-NO_FLOPS = Cost(0.0, 0.0, 0.0)
 COLLECT_PASSES = 16  # between collections of garbage
 TRIM_INTERVAL_S = 20.0  # between returns of the heap's free pages; at 1 s a pass of 2 s took a quarter longer
 
@@ -87,7 +87,7 @@ class TrainStep:
 
         step.begin(version=8)
         step.old_logprobs(groups)         # only if `AlgorithmConfig.needs_old_logprobs`
-        step.add_groups(groups[:4])       # computes the microbatches that are full
+        step.add_groups(groups[:4])       # computes the passes that are ready
         step.add_groups(groups[4:])
         report = step.finish()            # computes the rest and updates the parameters
         report.metrics["grad_norm"]       # 0.41
@@ -153,17 +153,16 @@ class TrainStep:
             self._old_logprobs |= all_gather_logprobs(own, samples)
 
     def add_groups(self, groups: Sequence[ScoredGroup]) -> None:
-        """Add groups. With one update per step, compute the microbatches that are full; else wait for `finish`."""
+        """Add groups. With one update per step, compute the passes that are ready; else wait for `finish`."""
         self._require_open("add_groups")
         algorithm = self.settings.algorithm
-        samples = make_samples(groups, mask_truncated=algorithm.mask_truncated)
-        self._pending += samples
-
+        self._pending += make_samples(groups, mask_truncated=algorithm.mask_truncated)
         if algorithm.updates_per_step == 1:
-            lengths = [sample.tokens for sample in self._pending]
-            ready = count_ready(lengths, ranks=self.ranks, budget=self.settings.tokens_per_microbatch)
-            self._accumulate(self._pending[:ready])
-            del self._pending[:ready]
+            work = Workload.of(self._pending, self.cost)
+            passes = ready_passes(work, ranks=self.ranks, budget=self.settings.tokens_per_microbatch)
+            self._accumulate(self._pending, passes)
+            computed = {index for by_rank in passes for members in by_rank for index in members}
+            self._pending = [sample for index, sample in enumerate(self._pending) if index not in computed]
 
     def add_demonstrations(self, sequences: Sequence[TokenSequence]) -> None:
         """Add sequences whose marked tokens are imitated (component ce), spread over the updates of the step."""
@@ -178,7 +177,7 @@ class TrainStep:
         samples = _demonstration_samples(sequences, first=0)
         own: dict[SampleKey, Tensor] = {}
         with torch.no_grad():
-            for micro in self._microbatches(samples, NO_FLOPS):
+            for micro in self._microbatches(samples, self.model_flops.forward, counted=False):
                 logprobs, _ = self._forward(self.model, micro, temperature=1.0)
                 own |= _by_sample(logprobs, micro)
 
@@ -238,26 +237,27 @@ class TrainStep:
 
     # --- microbatches
 
-    def _microbatches(self, samples: Sequence[Sample], cost: Cost) -> Iterator[MicroBatch]:
-        """Yield this rank's microbatch of each pass. A pass lasts until the next one is requested."""
-        lengths = [sample.tokens for sample in samples]
-        leads = [sample.lead for sample in samples]
-        passes = plan_microbatches(lengths, leads, ranks=self.ranks, budget=self.settings.tokens_per_microbatch)
-        for by_rank in passes:
-            for members in by_rank:
-                sampled = sum(samples[index].sampled_tokens for index in members)
-                shared = shared_tokens([leads[index] for index in members])
-                self._flops += cost.of([lengths[index] for index in members], sampled, shared)
+    def _microbatches(
+        self, samples: Sequence[Sample], cost: Cost, passes: Passes | None = None, *, counted: bool = True
+    ) -> Iterator[MicroBatch]:
+        """Yield this rank's microbatch of each pass, by default of all samples.
 
+        A pass lasts until the next one is requested. Its FLOPs are those of the step if `counted`.
+        """
+        work = Workload.of(samples, cost)
+        if passes is None:
+            passes = plan_microbatches(work, ranks=self.ranks, budget=self.settings.tokens_per_microbatch)
+        for by_rank in passes:
+            self._flops += sum(map(work.flops, by_rank)) if counted else 0
             self.gate.enter()
             self._memory.free()
             self._in_pass = True
             yield pack([samples[index] for index in by_rank[self.rank]], self.device)
             self._in_pass = False
 
-    def _accumulate(self, samples: Sequence[Sample]) -> None:
-        """Add the gradients, counts and metrics of these samples to the current update."""
-        for micro in self._microbatches(samples, self.cost):
+    def _accumulate(self, samples: Sequence[Sample], passes: Passes | None = None) -> None:
+        """Add the gradients, counts and metrics of these samples, or of some passes of them, to the current update."""
+        for micro in self._microbatches(samples, self.cost, passes):
             loss_sums = self._forward_backward(micro)
             self._sums += RawSums.counts(micro)
             if not micro.dummy:
