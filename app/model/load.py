@@ -145,7 +145,8 @@ def _checkpoint_activations(causal_lm: Any, layers: Checkpointing) -> None:
     if layers is Checkpointing.none:
         return
 
-    causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
+    # No layer draws random numbers, so there is no state to restore.
+    causal_lm.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
     if layers is Checkpointing.some:
         for layer in causal_lm.get_decoder().layers[1::2]:
             layer.gradient_checkpointing = False

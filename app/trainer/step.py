@@ -143,14 +143,11 @@ class TrainStep:
         self._require_open("old_logprobs")
         samples = make_samples(groups, mask_truncated=False)
 
-        own: dict[SampleKey, Tensor] = {}
         with self._timer.phase("old_logprobs"), torch.no_grad():
-            for micro in self._microbatches(samples, self.model_flops.forward):
-                logprobs, _ = self._forward(self.model, micro)
-                own |= _by_sample(logprobs, micro)
-
+            micros = self._microbatches(samples, self.model_flops.forward)
+            computed = [(micro.keys, self._forward(self.model, micro)[0]) for micro in micros]
             # Each update redistributes the samples over the ranks, so every rank needs all of them.
-            self._old_logprobs |= all_gather_logprobs(own, samples)
+            self._old_logprobs |= all_gather_logprobs(_by_sample(computed, samples), samples)
 
     def add_groups(self, groups: Sequence[ScoredGroup]) -> None:
         """Add groups. With one update per step, compute the passes that are ready; else wait for `finish`."""
@@ -175,13 +172,11 @@ class TrainStep:
         Before the first update of a step, or between steps. No part of the step's FLOPs.
         """
         samples = _demonstration_samples(sequences, first=0)
-        own: dict[SampleKey, Tensor] = {}
         with torch.no_grad():
-            for micro in self._microbatches(samples, self.model_flops.forward, counted=False):
-                logprobs, _ = self._forward(self.model, micro, temperature=1.0)
-                own |= _by_sample(logprobs, micro)
+            micros = self._microbatches(samples, self.model_flops.forward, counted=False)
+            computed = [(micro.keys, self._forward(self.model, micro, temperature=1.0)[0]) for micro in micros]
 
-        gathered = all_gather_logprobs(own, samples)
+        gathered = all_gather_logprobs(_by_sample(computed, samples), samples)
         return [gathered[sample.key].numpy() for sample in samples]
 
     def finish(self) -> StepReport:
@@ -440,12 +435,17 @@ def _loss_metrics(totals: RawSums, settings: StepSettings) -> dict[str, float]:
     }
 
 
-def _by_sample(logprobs: Tensor, micro: MicroBatch) -> dict[SampleKey, Tensor]:
-    """Split log-probabilities [N] by sample, on the host. A dummy has none."""
-    if micro.dummy:
+def _by_sample(
+    computed: Sequence[tuple[tuple[SampleKey, ...], Tensor]], samples: Sequence[Sample]
+) -> dict[SampleKey, Tensor]:
+    """Split the log-probabilities [N] of microbatches by sample, on the host. The device is waited for once."""
+    kept = [each for each in computed if each[0]]  # a dummy has no keys
+    if not kept:
         return {}
-    by_sequence = logprobs.cpu().split([int(length) for length in micro.lengths.tolist()])
-    return dict(zip(micro.keys, by_sequence, strict=True))
+    lengths = {sample.key: sample.sampled_tokens for sample in samples}
+    keys = [key for keys, _ in kept for key in keys]
+    flat = torch.cat([logprobs for _, logprobs in kept]).cpu()
+    return dict(zip(keys, flat.split([lengths[key] for key in keys]), strict=True))
 
 
 def _demonstration_samples(sequences: Sequence[TokenSequence], *, first: int) -> list[Sample]:
