@@ -24,7 +24,7 @@ from app.device import Device
 from app.device.base import Elementwise, LinearKernels
 from app.model.attention import SILU, VarlenKernel
 
-NORM = "RMSNorm"
+NORM, GATED_NORM = "RMSNorm", "RMSNormGated"
 MLP = "MLP"
 # Families whose modules fused operators replace: what they compute is the same in transformers 5.12 to 5.23.
 FUSED_FAMILIES = tuple(
@@ -75,7 +75,7 @@ def kernels_of(device: Device, compiled: Compile) -> Kernels:
 def compile_elementwise(decoder: nn.Module) -> None:
     """Compile the norms and MLPs of a decoder. Modules of one class share their graphs."""
     for module in decoder.modules():
-        if type(module).__name__.endswith((NORM, MLP)):
+        if type(module).__name__.endswith((NORM, GATED_NORM, MLP)):
             module.forward = _compiled(module.forward)
 
 
@@ -88,7 +88,7 @@ def fuse_elementwise(decoder: Any, fused: Elementwise) -> None:
         name = type(module).__name__
         if type(module).__module__ not in FUSED_FAMILIES:
             continue
-        if name.endswith(f"{NORM}Gated"):
+        if name.endswith(GATED_NORM):
             _fuse_gated_norm(module, fused)
         elif name.endswith(NORM):
             _fuse_norm(module, fused, zero_centered=name == ZERO_CENTERED)

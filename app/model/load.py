@@ -82,7 +82,8 @@ def load(
         _widen_decays(causal_lm)
         add_adapters(causal_lm, lora)
     if activation_checkpointing is not Checkpointing.none:
-        causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
+        # No layer draws random numbers, so there is no state to restore.
+        causal_lm.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
     if activation_checkpointing is Checkpointing.some:
         for layer in causal_lm.get_decoder().layers[1::2]:
             layer.gradient_checkpointing = False

@@ -2,7 +2,7 @@
 
 A pass is one forward and backward that all ranks run together, each on a microbatch. Every rank plans for all ranks
 from the same samples, so the plans agree without communication. A microbatch holds up to `budget` tokens without
-padding; a longer sequence gets its own. Microbatches are balanced by cost: linear plus quadratic in length.
+padding; a longer sequence gets its own. Microbatches are balanced by the model's own FLOPs.
 
 Sequences of one microbatch that begin with the same prompt share its tokens but the last, whose hidden state predicts
 the first sampled token of each: they are packed once, see `app.model.packing`. A plan keeps such sequences together
@@ -10,8 +10,9 @@ where that costs less than it saves.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 
 import numpy as np
 import torch
@@ -20,10 +21,12 @@ from torch import Tensor
 
 from app.algorithm.advantage import contributes_gradient
 from app.model.packing import Packing, to_device
+from app.trainer.throughput import Cost
 from app.types import ScoredGroup, TokenSequence
 
 TOKEN_BYTES = 4  # of a token in `Sample.shared_prefix`
-QUADRATIC_TOKENS = 16384  # length at which attention costs as much as everything linear in length
+READY_FILL, READY_BALANCE = 0.8, 0.97  # tokens of a pass over its budget; mean cost over the slowest rank's
+Passes = list[list[list[int]]]  # indices of sequences by pass and rank
 SampleKey = tuple[str, int, int]  # prompt id, member of its group, sequence of its trajectory
 
 
@@ -96,109 +99,132 @@ def make_samples(groups: Sequence[ScoredGroup], *, mask_truncated: bool) -> list
     return samples
 
 
-def cost(tokens: int) -> float:
-    """Relative compute time of a sequence of this many tokens."""
-    return tokens + tokens * tokens / QUADRATIC_TOKENS
-
-
 def shared_tokens(prefixes: Sequence[bytes]) -> int:
-    """Count the tokens that sequences with these prefixes do not compute, since an earlier one of them does."""
-    return (sum(map(len, prefixes)) - sum(map(len, set(prefixes)))) // TOKEN_BYTES
+    """Tokens that sequences with these prefixes need not compute, because an earlier one of them does."""
+    return sum(map(len, prefixes)) // TOKEN_BYTES - sum(map(len, set(prefixes))) // TOKEN_BYTES
 
 
-def plan_microbatches(
-    lengths: Sequence[int], prefixes: Sequence[bytes], *, ranks: int, budget: int
-) -> list[list[list[int]]]:
+class Workload:
+    """Sequences to compute, and what they cost.
+
+    Attributes:
+        lengths: Tokens of each sequence.
+        prefixes: Of each sequence, see `Sample.shared_prefix`.
+    """
+
+    def __init__(self, lengths: Sequence[int], sampled: Sequence[int], prefixes: Sequence[bytes], cost: Cost):
+        """`sampled`: tokens of each sequence that need logits; `cost`: the FLOPs of the model."""
+        self.lengths, self.prefixes = lengths, prefixes
+        self._alone = [cost.of([length], count) for length, count in zip(lengths, sampled, strict=True)]
+        self._token = cost.per_token
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample], cost: Cost) -> "Workload":
+        lengths, sampled = [each.tokens for each in samples], [each.sampled_tokens for each in samples]
+        return cls(lengths, sampled, [each.shared_prefix for each in samples], cost)
+
+    def tokens(self, members: Sequence[int]) -> int:
+        """Tokens of these sequences, shared ones counted in each."""
+        return sum(self.lengths[index] for index in members)
+
+    def flops(self, members: Sequence[int]) -> float:
+        """FLOPs of these sequences in one microbatch, which computes shared tokens once."""
+        shared = shared_tokens([self.prefixes[index] for index in members]) if len(members) > 1 else 0
+        return sum(self._alone[index] for index in members) - self._token * shared
+
+
+def plan_microbatches(work: Workload, *, ranks: int, budget: int) -> Passes:
     """Assign sequences to microbatches.
 
     Args:
-        lengths: Tokens of each sequence.
-        prefixes: `Sample.shared_prefix` of each sequence.
+        work: The sequences.
         ranks: Microbatches per pass.
         budget: Maximum tokens of a microbatch, shared ones counted in each sequence; a longer sequence gets its own.
 
     Returns:
-        Indices into `lengths` as `[pass][rank][i]`. Every index occurs once. A rank's list may be empty.
+        Indices of sequences by pass and rank. Every index occurs once. A rank's list may be empty.
     """
-    if not lengths:
+    if not work.lengths:
         return []
 
-    def cost_of(members: Sequence[int]) -> float:
-        return sum(cost(lengths[index]) for index in members) - shared_tokens([prefixes[index] for index in members])
-
-    def plan(units: Sequence[Sequence[int]]) -> list[list[list[int]]]:
-        bins = _fill_bins(units, lengths, cost_of, ranks=ranks, budget=budget)
+    def plan(units: Sequence[Sequence[int]]) -> Passes:
+        bins = _fill_bins(units, work, ranks=ranks, budget=budget)
 
         # Every rank takes part in every pass.
         bins += [[] for _ in range(-len(bins) % ranks)]
 
         # Ranks wait for each other at the end of a pass, so bins of similar cost share one.
-        bins.sort(key=cost_of, reverse=True)
+        bins.sort(key=work.flops, reverse=True)
         return [bins[start : start + ranks] for start in range(0, len(bins), ranks)]
 
     def cost_of_plan(passes: Sequence[Sequence[Sequence[int]]]) -> float:
-        return sum(max(map(cost_of, by_rank)) for by_rank in passes)
+        return sum(max(map(work.flops, by_rank)) for by_rank in passes)
 
-    single = [[index] for index in range(len(lengths))]
-    return min(plan(single), plan(_units(lengths, prefixes, budget)), key=cost_of_plan)
+    single = [[index] for index in range(len(work.lengths))]
+    return min(plan(single), plan(_units(work, budget)), key=cost_of_plan)
 
 
-def _units(lengths: Sequence[int], prefixes: Sequence[bytes], budget: int) -> list[list[int]]:
-    """Group sequences with the same prefix, in units of at most `budget` tokens."""
+def ready_passes(work: Workload, *, ranks: int, budget: int) -> Passes:
+    """Plan sequences that more will follow, and return the passes that need not wait for them.
+
+    Such a pass is full and balanced. Sequences of the others fill later passes: without waiting, streamed groups would
+    be computed in a third more passes.
+    """
+    if sum(work.lengths) < READY_FILL * ranks * budget:
+        return []
+
+    def ready(by_rank: Sequence[Sequence[int]]) -> bool:
+        costs = [work.flops(members) for members in by_rank]
+        full = sum(map(work.tokens, by_rank)) >= READY_FILL * ranks * budget
+        return full and sum(costs) >= READY_BALANCE * ranks * max(costs)
+
+    return [by_rank for by_rank in plan_microbatches(work, ranks=ranks, budget=budget) if ready(by_rank)]
+
+
+def _units(work: Workload, budget: int) -> list[list[int]]:
+    """Sequences with the same prefix, in units of at most `budget` tokens."""
     units: list[list[int]] = []
     last: dict[bytes, list[int]] = {}  # unit of each prefix that may have space
-    for index, prefix in enumerate(prefixes):
+    for index, prefix in enumerate(work.prefixes):
         unit = last.get(prefix)
-        if unit is None or sum(lengths[member] for member in unit) + lengths[index] > budget:
+        if unit is None or work.tokens(unit) + work.lengths[index] > budget:
             unit = last[prefix] = []
             units.append(unit)
         unit.append(index)
     return units
 
 
-def _fill_bins(
-    units: Sequence[Sequence[int]],
-    lengths: Sequence[int],
-    cost_of: Callable[[Sequence[int]], float],
-    *,
-    ranks: int,
-    budget: int,
-) -> list[list[int]]:
+def _fill_bins(units: Sequence[Sequence[int]], work: Workload, *, ranks: int, budget: int) -> list[list[int]]:
     """Put each unit into the cheapest bin with space for it. Add bins for one more pass when there is none."""
-    needed = math.ceil(sum(lengths) / budget)
+    needed = math.ceil(sum(work.lengths) / budget)
     count = max(ranks, math.ceil(needed / ranks) * ranks)
     bins: list[list[int]] = [[] for _ in range(count)]
     tokens = [0] * count
-    costs = [0.0] * count
 
-    for unit in sorted(units, key=lambda unit: (-cost_of(unit), unit[0])):
-        size = sum(lengths[index] for index in unit)
-        candidates = [b for b in range(len(bins)) if not bins[b] or tokens[b] + size <= budget]
-        if not candidates:
-            candidates = [len(bins)]
+    # Heaps, so that 8,192 sequences are planned in a fraction of a second.
+    by_cost = [(0.0, number) for number in range(count)]  # bins that may have space
+    full: list[tuple[int, float, int]] = []  # those without space for a unit before, by their space
+
+    by_size = sorted(((work.flops(unit), unit) for unit in units), key=lambda each: (-each[0], each[1][0]))
+    for unit_cost, unit in by_size:
+        size = work.tokens(unit)
+        while full and -full[0][0] >= size:
+            heappush(by_cost, heappop(full)[1:])
+        while by_cost and bins[by_cost[0][1]] and tokens[by_cost[0][1]] + size > budget:
+            bin_cost, number = heappop(by_cost)
+            heappush(full, (tokens[number] - budget, bin_cost, number))
+        if not by_cost:
+            by_cost = [(0.0, len(bins) + number) for number in range(ranks)]
             bins += [[] for _ in range(ranks)]
             tokens += [0] * ranks
-            costs += [0.0] * ranks
 
-        best = min(candidates, key=costs.__getitem__)
-        bins[best] += unit
-        tokens[best] += size
-        costs[best] += cost_of(unit)
+        bin_cost, number = heappop(by_cost)
+        bins[number] += unit
+        tokens[number] += size
+        heappush(by_cost, (bin_cost + unit_cost, number))
 
     # A sequence above the budget takes the tokens of several bins, which stay empty.
     return [members for members in bins if members]
-
-
-def count_ready(lengths: Sequence[int], *, ranks: int, budget: int) -> int:
-    """Return how many leading samples already fill whole passes. The others wait for more samples."""
-    passes = sum(lengths) // (ranks * budget)
-    tokens_left = passes * ranks * budget
-
-    for ready, length in enumerate(lengths):
-        if length > tokens_left:
-            return ready
-        tokens_left -= length
-    return len(lengths)
 
 
 def pack(samples: Sequence[Sample], device: torch.device) -> MicroBatch:

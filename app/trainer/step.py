@@ -50,13 +50,14 @@ from app.model.parallelize import reset_fsdp_state
 from app.model.policy import PolicyModel
 from app.trainer.microbatch import (
     MicroBatch,
+    Passes,
     Sample,
     SampleKey,
-    count_ready,
+    Workload,
     make_samples,
     pack,
     plan_microbatches,
-    shared_tokens,
+    ready_passes,
 )
 from app.trainer.optimizer import PolicyOptimizer, UpdateResult, update_metrics
 from app.trainer.reductions import RawSums, UnreadSums, all_gather_logprobs
@@ -89,7 +90,7 @@ class TrainStep:
 
         step.begin(version=8)
         step.old_logprobs(groups)         # only if `AlgorithmConfig.needs_old_logprobs`
-        step.add_groups(groups[:4])       # computes the microbatches that are full
+        step.add_groups(groups[:4])       # computes the passes that are ready
         step.add_groups(groups[4:])
         report = step.finish()            # computes the rest and updates the parameters
         report.metrics["grad_norm"]       # 0.41
@@ -145,26 +146,24 @@ class TrainStep:
         self._require_open("old_logprobs")
         samples = make_samples(groups, mask_truncated=False)
 
-        own: dict[SampleKey, Tensor] = {}
         with self._timer.phase("old_logprobs"), torch.no_grad():
-            for micro in self._microbatches(samples, self.model_flops.forward):
-                logprobs, _ = self._forward(self.model, micro)
-                own |= _by_sample(logprobs, micro)
-
+            micros = self._microbatches(samples, self.model_flops.forward)
+            computed = [(micro.keys, self._forward(self.model, micro)[0]) for micro in micros]
             # Each update redistributes the samples over the ranks, so every rank needs all of them.
-            self._old_logprobs |= all_gather_logprobs(own, samples)
+            self._old_logprobs |= all_gather_logprobs(_by_sample(computed, samples), samples)
 
     def add_groups(self, groups: Sequence[ScoredGroup]) -> None:
-        """Add groups. With one update per step, compute the microbatches that are full; else wait for `finish`."""
+        """Add groups. With one update per step, compute the passes that are ready; else wait for `finish`."""
         self._require_open("add_groups")
         algorithm = self.settings.algorithm
         self._pending += make_samples(groups, mask_truncated=algorithm.mask_truncated)
 
         if algorithm.updates_per_step == 1:
-            lengths = [sample.tokens for sample in self._pending]
-            ready = count_ready(lengths, ranks=self.ranks, budget=self.settings.tokens_per_microbatch)
-            self._accumulate(self._pending[:ready])
-            del self._pending[:ready]
+            work = Workload.of(self._pending, self.cost)
+            passes = ready_passes(work, ranks=self.ranks, budget=self.settings.tokens_per_microbatch)
+            self._accumulate(self._pending, passes)
+            computed = {index for by_rank in passes for members in by_rank for index in members}
+            self._pending = [sample for index, sample in enumerate(self._pending) if index not in computed]
 
     def add_demonstrations(self, sequences: Sequence[TokenSequence]) -> None:
         """Add sequences whose marked tokens are imitated (component ce), spread over the updates of the step."""
@@ -177,13 +176,11 @@ class TrainStep:
         Before the first update of a step, or between steps. No part of the step's FLOPs.
         """
         samples = _demonstration_samples(sequences, first=0)
-        own: dict[SampleKey, Tensor] = {}
         with torch.no_grad():
-            for micro in self._microbatches(samples, Cost(0.0, 0.0, 0.0)):
-                logprobs, _ = self._forward(self.model, micro, temperature=1.0)
-                own |= _by_sample(logprobs, micro)
+            micros = self._microbatches(samples, self.model_flops.forward, counted=False)
+            computed = [(micro.keys, self._forward(self.model, micro, temperature=1.0)[0]) for micro in micros]
 
-        gathered = all_gather_logprobs(own, samples)
+        gathered = all_gather_logprobs(_by_sample(computed, samples), samples)
         return [gathered[sample.key].numpy() for sample in samples]
 
     def finish(self) -> StepReport:
@@ -238,26 +235,27 @@ class TrainStep:
 
     # --- microbatches
 
-    def _microbatches(self, samples: Sequence[Sample], cost: Cost) -> Iterator[MicroBatch]:
-        """Yield this rank's microbatch of each pass. A pass lasts until the next one is requested."""
-        lengths = [sample.tokens for sample in samples]
-        prefixes = [sample.shared_prefix for sample in samples]
-        passes = plan_microbatches(lengths, prefixes, ranks=self.ranks, budget=self.settings.tokens_per_microbatch)
-        for by_rank in passes:
-            for members in by_rank:
-                sampled = sum(samples[index].sampled_tokens for index in members)
-                shared = shared_tokens([prefixes[index] for index in members])
-                self._flops += cost.of([lengths[index] for index in members], sampled, shared)
+    def _microbatches(
+        self, samples: Sequence[Sample], cost: Cost, passes: Passes | None = None, *, counted: bool = True
+    ) -> Iterator[MicroBatch]:
+        """Yield this rank's microbatch of each pass, by default of all samples.
 
+        A pass lasts until the next one is requested. Its FLOPs are those of the step if `counted`.
+        """
+        work = Workload.of(samples, cost)
+        if passes is None:
+            passes = plan_microbatches(work, ranks=self.ranks, budget=self.settings.tokens_per_microbatch)
+        for by_rank in passes:
+            self._flops += sum(map(work.flops, by_rank)) if counted else 0
             self.gate.enter()
             self._memory.free()
             self._in_pass = True
             yield pack([samples[index] for index in by_rank[self.rank]], self.device)
             self._in_pass = False
 
-    def _accumulate(self, samples: Sequence[Sample]) -> None:
-        """Add the gradients, counts and metrics of these samples to the current update."""
-        for micro in self._microbatches(samples, self.cost):
+    def _accumulate(self, samples: Sequence[Sample], passes: Passes | None = None) -> None:
+        """Add the gradients, counts and metrics of these samples, or of some passes of them, to the current update."""
+        for micro in self._microbatches(samples, self.cost, passes):
             loss_sums = self._forward_backward(micro)
             self._sums += RawSums.counts(micro)
             if not micro.dummy:
@@ -486,12 +484,17 @@ def _loss_metrics(totals: RawSums, settings: StepSettings) -> dict[str, float]:
     }
 
 
-def _by_sample(logprobs: Tensor, micro: MicroBatch) -> dict[SampleKey, Tensor]:
-    """Split log-probabilities [N] by sample, on the host. A dummy has none."""
-    if micro.dummy:
+def _by_sample(
+    computed: Sequence[tuple[tuple[SampleKey, ...], Tensor]], samples: Sequence[Sample]
+) -> dict[SampleKey, Tensor]:
+    """Split the log-probabilities [N] of microbatches by sample, on the host. The device is waited for once."""
+    kept = [each for each in computed if each[0]]  # a dummy has no keys
+    if not kept:
         return {}
-    by_sequence = logprobs.cpu().split([int(length) for length in micro.lengths.tolist()])
-    return dict(zip(micro.keys, by_sequence, strict=True))
+    lengths = {sample.key: sample.sampled_tokens for sample in samples}
+    keys = [key for keys, _ in kept for key in keys]
+    flat = torch.cat([logprobs for _, logprobs in kept]).cpu()
+    return dict(zip(keys, flat.split([lengths[key] for key in keys]), strict=True))
 
 
 def _demonstration_samples(sequences: Sequence[TokenSequence], *, first: int) -> list[Sample]:

@@ -47,6 +47,13 @@ def test_chunks_of_the_head_are_larger_where_a_device_has_room() -> None:
     assert [chunk_shape(each, 2**6) for each in kernels] == [(2**15, 2**6), (2**21, 2**6), (2**20, 2**6)]
 
 
+def test_norms_gated_norms_and_mlps_are_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.model.kernels._compiled", partial)
+    policy = load(save_qwen35(tmp_path), mesh=None, device="cpu", kernels=COMPILED)
+    compiled = {type(each).__name__ for each in policy.modules() if isinstance(each.forward, partial)}
+    assert compiled == {"Qwen3_5RMSNorm", "Qwen3_5RMSNormGated", "Qwen3_5MLP"}
+
+
 def outcome(
     path: Path, kernels: Kernels, *, lengths: tuple[int, ...], mesh: DeviceMesh | None = None, **options: Any
 ) -> dict[str, torch.Tensor]:

@@ -4,12 +4,22 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.trainer.microbatch import cost, count_ready, make_samples, pack, plan_microbatches
+from app.trainer.microbatch import Passes, Workload, make_samples, pack, plan_microbatches, ready_passes
+from app.trainer.throughput import Cost
 from tests.trainer.support import scored_groups
 
 LENGTHS = st.lists(st.integers(1, 300), max_size=60)
 RANKS, BUDGET = st.integers(1, 5), st.integers(1, 200)
 CPU = torch.device("cpu")
+
+
+LINEAR, HEAD, QUADRATIC = 1.0, 0.5, 1 / 100
+COST = Cost(LINEAR, HEAD, QUADRATIC)
+
+
+def work(lengths: list[int], prefixes: list[bytes] | None = None) -> Workload:
+    """Sequences of which all tokens are sampled; by default without a common lead."""
+    return Workload(lengths, lengths, apart(lengths) if prefixes is None else prefixes, COST)
 
 
 def apart(lengths: list[int]) -> list[bytes]:
@@ -21,7 +31,7 @@ def apart(lengths: list[int]) -> list[bytes]:
 def test_every_index_is_in_one_microbatch_within_the_budget_and_every_rank_has_one_in_every_pass(
     lengths: list[int], ranks: int, budget: int
 ) -> None:
-    passes = plan_microbatches(lengths, apart(lengths), ranks=ranks, budget=budget)
+    passes = plan_microbatches(work(lengths), ranks=ranks, budget=budget)
     microbatches = [members for by_rank in passes for members in by_rank]
     assert sorted(index for members in microbatches for index in members) == list(range(len(lengths)))
     for members in microbatches:
@@ -30,28 +40,30 @@ def test_every_index_is_in_one_microbatch_within_the_budget_and_every_rank_has_o
 
 
 def test_oversized_trajectories_take_one_rank_of_a_pass_each() -> None:
-    assert plan_microbatches([1000, 999, 998], apart([1, 2, 3]), ranks=2, budget=100) == [[[0], [1]], [[2], []]]
+    assert plan_microbatches(work([1000, 999, 998]), ranks=2, budget=100) == [[[0], [1]], [[2], []]]
 
 
 def test_the_microbatches_of_a_pass_cost_about_the_same() -> None:
     lengths = [37, 91, 12, 55, 60, 23, 78, 44, 19, 66, 31, 84]
-    for by_rank in plan_microbatches(lengths, apart(lengths), ranks=2, budget=200):
+    for by_rank in plan_microbatches(work(lengths), ranks=2, budget=200):
         tokens = [sum(lengths[index] for index in members) for members in by_rank]
         assert max(tokens) <= 1.25 * min(tokens)
 
 
-@given(LENGTHS, RANKS, BUDGET)
-def test_ready_trajectories_fit_into_whole_passes_and_leave_less_than_a_pass_and_a_trajectory(
-    lengths: list[int], ranks: int, budget: int
-) -> None:
-    ready = count_ready(lengths, ranks=ranks, budget=budget)
-    whole_pass = ranks * budget
-    assert 0 <= ready <= len(lengths)
-    assert sum(lengths[:ready]) <= sum(lengths) // whole_pass * whole_pass
-    if ready < len(lengths):
-        assert sum(lengths[ready:]) < whole_pass + lengths[ready]
-    if sum(lengths) < whole_pass:
-        assert ready == 0
+@given(st.lists(st.integers(1, 300), max_size=60), RANKS, st.integers(100, 400))
+def test_ready_passes_are_full_and_balanced_and_part_of_the_plan(lengths: list[int], ranks: int, budget: int) -> None:
+    planned = plan_microbatches(work(lengths), ranks=ranks, budget=budget)
+    ready = ready_passes(work(lengths), ranks=ranks, budget=budget)
+    assert all(by_rank in planned for by_rank in ready)
+
+    def cost(members: list[int]) -> float:
+        return sum((LINEAR + HEAD) * lengths[index] + QUADRATIC * lengths[index] ** 2 for index in members)
+
+    for by_rank in planned:
+        tokens = sum(lengths[index] for members in by_rank for index in members)
+        slowest = max(map(cost, by_rank))
+        wanted = tokens >= 0.8 * ranks * budget and sum(map(cost, by_rank)) >= 0.97 * ranks * slowest
+        assert (by_rank in ready) is wanted
 
 
 def test_sequences_of_a_prompt_stay_together_where_that_saves_more_than_it_costs() -> None:
@@ -59,7 +71,7 @@ def test_sequences_of_a_prompt_stay_together_where_that_saves_more_than_it_costs
     lengths = [130, 110, 110, 130]  # two of each prompt: together they cost more than 240 and less
     for prefixes, together in ((long, True), (short, False)):
         each = [prefixes[0], prefixes[1], prefixes[1], prefixes[0]]
-        [[first, second]] = plan_microbatches(lengths, each, ranks=2, budget=300)
+        [[first, second]] = plan_microbatches(work(lengths, each), ranks=2, budget=300)
         assert ({*first} in ({0, 3}, {1, 2})) is together
         assert sorted([*first, *second]) == [0, 1, 2, 3]
 
@@ -71,17 +83,18 @@ def test_plans_with_common_prefixes_keep_the_budget_and_cost_no_more_than_withou
     lengths = [length for _, length in sequences]
     prefixes = [bytes([prefix] * 36) for prefix, _ in sequences]  # 9 tokens
 
-    def total(passes: list[list[list[int]]]) -> float:
+    def total(passes: Passes) -> float:
         def one(members: list[int]) -> float:
             used = [prefixes[index] for index in members]
-            return sum(cost(lengths[index]) for index in members) - 9 * (len(used) - len(set(used)))
+            alone = sum((LINEAR + HEAD) * lengths[index] + QUADRATIC * lengths[index] ** 2 for index in members)
+            return alone - 9 * LINEAR * (len(used) - len(set(used)))
 
         return sum(max(one(members) for members in by_rank) for by_rank in passes)
 
-    passes = plan_microbatches(lengths, prefixes, ranks=ranks, budget=budget)
+    passes = plan_microbatches(work(lengths, prefixes), ranks=ranks, budget=budget)
     assert sorted(index for by_rank in passes for members in by_rank for index in members) == list(range(len(lengths)))
     assert all(sum(lengths[index] for index in members) <= budget for by_rank in passes for members in by_rank)
-    assert total(passes) <= total(plan_microbatches(lengths, apart(lengths), ranks=ranks, budget=budget)) + 1e-9
+    assert total(passes) <= total(plan_microbatches(work(lengths), ranks=ranks, budget=budget)) + 1e-9
 
 
 def test_packing_matches_a_loop_over_the_tokens() -> None:

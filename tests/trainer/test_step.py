@@ -11,6 +11,7 @@ from app.config.algorithm import Aggregation, AlgorithmConfig, Correction, Kl, O
 from app.config.trainer import TrainerConfig
 from app.errors import RunError, TrainerError
 from app.trainer import optimizer
+from app.trainer.microbatch import make_samples
 from app.types import Group, ScoredGroup, VersionSpan
 from tests.model.support import relative
 from tests.trainer import plain
@@ -107,9 +108,12 @@ def test_pieces_and_budget_do_not_change_the_step(
 
 
 def test_add_groups_computes_the_microbatches_that_are_full(path: Path, groups: list[ScoredGroup]) -> None:
-    step = make_step(path, Scenario(GRPO, groups, budget=100))
+    tokens = sum(each.tokens for each in make_samples(groups[:4], mask_truncated=False))
+    step = make_step(path, Scenario(GRPO, groups, budget=tokens))
     step.begin(1)
-    step.add_groups(groups[:4])
+    step.add_groups(groups[:2])
+    assert all(parameter.grad is None for parameter in step.model.parameters())
+    step.add_groups(groups[2:4])
     early = {name: parameter.grad for name, parameter in step.model.named_parameters()}
     assert all(gradient is not None and gradient.abs().max() > 0 for gradient in early.values())
     step.finish()
