@@ -67,10 +67,7 @@ class CheckpointManager:
     Args:
         keep: Newest checkpoints that are kept. While one is written there is one more.
         keep_best: Also keep the one with the highest accuracy.
-        timeout_s: Deadline of a write, in seconds.
-
-    Attributes:
-        metrics: Bytes and blocked seconds of the newest checkpoint, and its write seconds once it is committed.
+        timeout_s: Deadline of a write.
     """
 
     def __init__(self, folder: Path, keep: int, *, keep_best: bool = False, timeout_s: float = 1800.0):
@@ -82,7 +79,7 @@ class CheckpointManager:
         self._writing: asyncio.Task[None] | None = None
         self._target: Path | None = None  # of the newest write
         self._committed: Path | None = None
-        self.metrics: dict[str, float] = {}
+        self.metrics: dict[str, float] = {}  # of the newest checkpoint; the seconds of its write once it is committed
 
     def prepare(self, checkpoint_bytes: int, resume_point: ResumePoint | None = None) -> None:
         """Remove unfinished checkpoints, and check that the folder is writable and has enough space.
@@ -132,7 +129,13 @@ class CheckpointManager:
             return final
 
         writing = final.with_name(final.name + UNFINISHED)
-        await self._start(writing, await trainer.checkpoint_bytes())
+        creating = in_thread(self._create_folder, writing, await trainer.checkpoint_bytes())
+        try:
+            await asyncio.wait_for(creating, self.timeout_s)
+        except TimeoutError:
+            late = f"its folder was not created within {self.timeout_s:.0f} s"
+            raise CheckpointError(f"checkpoint {final} cannot be started: {late}") from None
+
         captured = await trainer.capture()
         self.metrics = {"checkpoint/blocked_s": time.perf_counter() - started, "checkpoint/bytes": float(captured)}
         self._target = final
@@ -219,7 +222,10 @@ class CheckpointManager:
         The best is the best of those that stay.
         """
         with _wrap_errors(path, "be rewound to"):
-            self._set_best(self._best_up_to(step_of(path)) if self.keep_best else None)
+            kept = [checkpoint for checkpoint in complete(self.folder) if step_of(checkpoint) <= step_of(path)]
+            scored = [(each, accuracy) for each in kept if (accuracy := _accuracy(each)) is not None]
+            best = max(scored, key=lambda each: each[1], default=None)  # of equal ones, the first
+            self._set_best(best if self.keep_best else None)
             self._point(LATEST, path)
             later = [checkpoint for checkpoint in complete(self.folder) if step_of(checkpoint) > step_of(path)]
             aside = [files.set_aside(checkpoint, self.folder / ASIDE) for checkpoint in later]
@@ -236,15 +242,6 @@ class CheckpointManager:
             return [files.set_aside(checkpoint, self.folder / ASIDE) for checkpoint in complete(self.folder)]
 
     # --- the background write
-
-    async def _start(self, writing: Path, checkpoint_bytes: int) -> None:
-        try:
-            await asyncio.wait_for(in_thread(self._create_folder, writing, checkpoint_bytes), self.timeout_s)
-        except TimeoutError:
-            raise CheckpointError(
-                f"checkpoint {_final_name(writing)} cannot be started: its folder was not created within "
-                f"{self.timeout_s:.0f} s"
-            ) from None
 
     def _create_folder(self, writing: Path, checkpoint_bytes: int) -> None:
         with _wrap_errors(writing, "be started"):
@@ -305,12 +302,6 @@ class CheckpointManager:
             (self.folder / BEST).unlink()
             files.sync(self.folder)
         self._best = best
-
-    def _best_up_to(self, step: int) -> tuple[Path, float] | None:
-        """Return the best complete checkpoint of at most this step: of equal ones, the first."""
-        checkpoints = [checkpoint for checkpoint in complete(self.folder) if step_of(checkpoint) <= step]
-        scored = [(path, accuracy) for path in checkpoints if (accuracy := _accuracy(path)) is not None]
-        return max(scored, key=lambda each: each[1], default=None)
 
 
 def _accuracy(checkpoint: Path) -> float | None:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from textwrap import indent
 
 from app.tracking.dashboards import DashboardOptions
 
@@ -15,7 +16,7 @@ class TensorBoard:
         purge_step = None if options.resumed_at is None else options.resumed_at + 1
         self._writer = SummaryWriter(str(options.folder), purge_step=purge_step, flush_secs=30)
         if options.resumed_at is None:
-            self._writer.add_text("configuration", _code_block(json.dumps(options.config, indent=2)), 0)
+            self._writer.add_text("configuration", indent(json.dumps(options.config, indent=2), "    "), 0)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
@@ -27,8 +28,3 @@ class TensorBoard:
     def close(self, status: str) -> None:
         self._writer.add_text("status", status)
         self._writer.close()
-
-
-def _code_block(text: str) -> str:
-    """Return the text as a Markdown code block."""
-    return "\n".join(f"    {line}" for line in text.splitlines())

@@ -10,6 +10,7 @@ dies, and then loses what it had not written.
 import json
 import logging
 import tempfile
+import threading
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -25,6 +26,7 @@ log = logging.getLogger("app.run")
 
 HELPER = "wandb-core"
 START_TIMEOUT_S = 60.0
+TEARDOWN_TIMEOUT_S = 5.0
 EXIT_CODES = {"finished": 0, "interrupted": 130}  # W&B shows any other code as failed
 
 
@@ -127,30 +129,33 @@ def samples_table(rows: Sequence[Mapping[str, Any]]) -> Any:
     import wandb
 
     components = list(dict.fromkeys(name for row in rows for name in row["reward_components"]))
-    head: list[str | int] = [
-        "id",
-        "prompt",
-        "completion",
-        "answer",
-        "reward",
-        *(f"reward/{name}" for name in components),
-    ]
-    table = wandb.Table(columns=head)
+    rewards = [f"reward/{name}" for name in components]
+    columns: list[str | int] = ["id", "prompt", "completion", "answer", "reward", *rewards]
+    table = wandb.Table(columns=columns)
     for row in rows:
         answer = row["answer"] if isinstance(row["answer"], str) else json.dumps(row["answer"], ensure_ascii=False)
-        rewards = [row["reward"], *(row["reward_components"].get(name) for name in components)]
-        table.add_data(row["prompt"], row["prompt_text"], row["completion"], answer, *rewards)
+        values = [row["reward_components"].get(name) for name in components]
+        table.add_data(row["prompt"], row["prompt_text"], row["completion"], answer, row["reward"], *values)
     return table
 
 
 def abandon() -> None:
     """Kill W&B's helper process, which would block our exit for as long as it cannot reach its server."""
     import psutil
-    import wandb
 
     for child in psutil.Process().children():
         if child.name().startswith(HELPER):
             child.kill()
+    # A start whose helper is killed reports it to W&B, which waits for a lock that the start holds: the teardown would
+    # wait for that lock, too.
+    teardown = threading.Thread(target=_teardown, name="wandb-teardown", daemon=True)
+    teardown.start()
+    teardown.join(TEARDOWN_TIMEOUT_S)
+
+
+def _teardown() -> None:
+    import wandb
+
     try:
         wandb.teardown()  # the next run of this process (in a sweep) starts a new helper
     except OSError as error:

@@ -5,6 +5,8 @@ import os
 import pty
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import pytest
 
 from app.cluster.process_reaper import process_reaper
 from app.tracking.recorder import SAMPLES_EVERY, RunFolderRecorder
+from app.tracking.wandb import abandon
 from tests.runs import Run
 from tests.tracking.records import group, offline, record, warnings
 from tests.tracking.wandb_file import recorded
@@ -133,6 +136,16 @@ def test_without_a_key_it_records_offline_and_never_prompts_even_on_a_terminal(t
     os.close(terminal)
     assert done.stdout.count("warned: ") == 1
     assert list((tmp_path / "tracking/wandb").glob("offline-run-*/*.wandb"))
+
+
+def test_a_teardown_that_never_ends_does_not_block_the_end_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    release = threading.Event()
+    monkeypatch.setattr("wandb.teardown", lambda: release.wait(60))
+    monkeypatch.setattr("app.tracking.wandb.TEARDOWN_TIMEOUT_S", 0.1)
+    start = time.monotonic()
+    abandon()
+    assert time.monotonic() - start < 30
+    release.set()
 
 
 @pytest.mark.slow

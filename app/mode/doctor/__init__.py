@@ -107,15 +107,19 @@ def machine() -> Iterator[Finding]:
     hint = "export LC_ALL=C.UTF-8: names of files and settings beyond ASCII may not be found"
     names = sys.getfilesystemencoding()  # Python has UTF-8 in the C locale, too
     yield outcome("locale", names == "utf-8", f"{encoding(os.environ)}, {names}", hint, otherwise=CheckStatus.warn)
+
     hint = "set HOME to a folder that can be written: else each run has one of its own and compiles its kernels anew"
     yield outcome("home", home_is_writable(), os.path.expanduser("~"), hint, otherwise=CheckStatus.warn)
+
     if " " in sys.executable:
         hint = "if kernels do not compile, install on a path without spaces: FlashInfer's builds do not quote it"
         yield outcome("interpreter", find_spec("flashinfer") is None, sys.executable, hint, otherwise=CheckStatus.warn)
+
     if placed := sorted(filter(LAUNCHER.fullmatch, os.environ)):
         hint = "start a run once, without torchrun or mpirun: it starts its own ranks"
         alone = all(os.environ.get(name, "1") == "1" for name in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"))
         yield outcome("launcher", alone, f"not inherited: {', '.join(placed)}", hint, otherwise=CheckStatus.warn)
+
     if proxies := sorted(name for name in os.environ if name.lower() in PROXIES):
         yield Finding("proxies", f"{', '.join(proxies)}; a run's own servers are outside of them")
 

@@ -186,7 +186,8 @@ def _command(model: ModelConfig, device: Device, flags: Mapping[str, object]) ->
 
 def sync(config: RunConfig, device: Device, model: Architecture) -> list[str]:
     """Bytes and expected seconds of a weight sync, and a training step that would outlast its deadline."""
-    lines = ["A weight sync", *(_adapters if config.model.lora.enabled else _weights)(config, device, model)]
+    sent = _adapters(config, model) if config.model.lora.enabled else _weights(config, device, model)
+    lines = ["A weight sync", *sent]
     training = training_seconds(config, device, model)
     if training is not None and training > config.trainer.timeout_s and not config.stream:
         lines.append(
@@ -196,7 +197,7 @@ def sync(config: RunConfig, device: Device, model: Architecture) -> list[str]:
     return lines
 
 
-def _adapters(config: RunConfig, _device: Device, model: Architecture) -> list[str]:
+def _adapters(config: RunConfig, model: Architecture) -> list[str]:
     trained = adapter_parameters(model, config.model.lora)
     sent = trained * config.device.dtype.bytes
     return [
