@@ -13,14 +13,6 @@ from tests.compose import composed
 from tests.warm import run_warm
 
 
-def test_the_default_is_the_embedded_run() -> None:
-    config = composed()
-    names = (config.device.kind.name, config.model.name, config.data.name, config.algorithm.name)
-    assert names == ("cpu", "tiny", "arithmetic", "grpo")
-    assert config.placement.kind.name == "colocate"
-    assert dict(config.reward.components) == {"exact": 1.0}
-
-
 @pytest.mark.parametrize("stop", [[], ["END"]])
 def test_engines_get_a_tokenizer_for_stop_strings(stop: list[str]) -> None:
     config = composed(f"rollout.stop={stop}")
@@ -29,15 +21,6 @@ def test_engines_get_a_tokenizer_for_stop_strings(stop: list[str]) -> None:
 
 def test_a_decay_lasts_for_all_updates_of_all_steps() -> None:
     assert composed("algorithm=dapo", "steps=5").optimizer_updates == 5 * 16
-
-
-def test_a_model_brings_its_data_and_devices_and_the_command_line_wins() -> None:
-    config = composed("model=qwen35_9b", "placement=fully_async", "device=npu")
-    assert (config.data.name, dict(config.reward.components)) == ("dapo_math", {"math": 1.0})
-    assert (config.placement.trainer_devices, config.placement.rollout_devices) == (4, 4)
-    assert config.rollout.tensor_parallel == 4
-    assert composed("model=qwen35_9b", "data=gsm8k").data.name == "gsm8k"
-    assert composed("model=qwen35_9b", "rollout.tensor_parallel=2").rollout.tensor_parallel == 2
 
 
 def test_an_environment_brings_its_own_data_and_reward_whatever_the_model_brings() -> None:

@@ -1,6 +1,5 @@
 """An environment that cannot be loaded is refused before a run's folder exists; the doctor also plays an episode."""
 
-import asyncio
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -9,12 +8,11 @@ import psutil
 import pytest
 
 from app.mode import doctor
-from app.start.environments import require_environment, worker_spec
+from app.start.environments import require_environment
 from app.start.finding import CheckStatus, Finding
 from app.start.inputs import CheckStage, RunInputs
 from app.start.preflight import problems, take_inputs
 from tests.compose import composed
-from tests.environment.qwen import write_model
 from tests.refusals import refused
 
 OWN = "tests.mode.own_environments"
@@ -38,48 +36,28 @@ def episode(*overrides: str) -> Finding:
 
 
 @pytest.mark.parametrize(
-    ("settings", "sentence"),
+    ("settings", "named"),
     [
-        (own("Missing"), f"environment._target_={OWN}.Missing cannot be used: module {OWN} has no Missing"),
-        (own("Guess", "environment.args.hint=colder"), None),
-        (own("Guess", "environment.args.colour=1"), 'it does not take environment.args={"colour": 1}'),
-        (own("os"), "it is not a function or class"),
-        (own("Guess", "environment.python=/no/such/python"), "environment.python=/no/such/python "),
+        (own("Missing"), "has no Missing"),
+        (own("Guess", "environment.args.hint=colder"), ""),
+        (own("Guess", "environment.args.colour=1"), "colour"),
+        (own("Guess", "environment.python=/no/such/python"), "/no/such/python"),
         (["environment._target_=tests.mode.dying_environment.Guess"], "(exit code 4); its last line: no license was f"),
         (["environment=tools", "environment.tools=[no_such.tool]"], "no_such.tool"),
     ],
 )
-def test_what_cannot_be_loaded_is_one_sentence_and_leaves_no_process(
-    settings: list[str], sentence: str | None, tiny_model: Path
+def test_an_environment_that_cannot_be_loaded_is_one_sentence_and_leaves_no_process(
+    settings: list[str], named: str, tiny_model: Path
 ) -> None:
     found = problems(composed(*settings)).get("environment", "")
-    assert (sentence or "") in found
-    assert (found == "", found.count("\n")) == (sentence is None, 0)
-    assert found.count("its last line") <= 1
+    assert named in found
+    assert (found == "", found.count("\n")) == (named == "", 0)
     assert workers() == []
 
 
 def test_another_interpreter_loads_it_from_the_working_directory(tiny_model: Path) -> None:
     require_environment(composed(*own("Guess", f"environment.python={sys.executable}")), tiny_model)
     assert workers() == []
-
-
-def test_a_job_of_a_sweep_loads_its_environment_while_its_loop_runs(tiny_model: Path) -> None:
-    async def job(*overrides: str) -> RunInputs:
-        return take_inputs(composed(*overrides), lambda status: None)
-
-    inputs = asyncio.run(job(*own("Guess"), f"model.path={tiny_model}"))
-    assert inputs.model_path == tiny_model
-    with refused("", "", "has no Missing"):
-        asyncio.run(job(*own("Missing"), f"model.path={tiny_model}"))
-    assert workers() == []
-
-
-def test_the_renderer_opens_replies_as_the_data_does(tmp_path: Path) -> None:
-    folder = write_model(tmp_path / "model", "qwen3")
-    for thinking in (False, True):
-        config = composed(*own("Guess"), "data.template=chat", f"data.thinking={str(thinking).lower()}")
-        assert worker_spec(config, folder).renderer.enable_thinking is thinking
 
 
 def test_rewards_are_not_tried_on_completions_without_turns(tiny_model: Path) -> None:
@@ -107,11 +85,6 @@ def test_the_doctor_plays_an_episode(name: str, message: str, tiny_model: Path) 
     assert bool(check.hint) == (check.status is not CheckStatus.ok)
     assert "; log:" not in check.message
     assert workers() == []
-
-
-def test_the_doctor_says_what_a_run_would_refuse(tiny_model: Path) -> None:
-    check = episode(*own("Missing"))
-    assert (check.status, "has no Missing" in check.message) == (CheckStatus.fail, True)
 
 
 def test_without_the_model_the_doctor_cannot_render() -> None:
