@@ -42,7 +42,7 @@ def test_the_site_shows_its_cells_and_outputs_as_a_page(tmp_path: Path) -> None:
     for cell in cells():
         for line in ["".join(cell["source"]), printed(cell)]:
             assert line.strip().splitlines()[0] in text
-    assert 'href="../notebook/"' in (site / "python" / "index.html").read_text()
+    assert 'href="../notebook/"' in (site / "configuration" / "index.html").read_text()
     assert (site / NOTEBOOK.name).read_bytes() == NOTEBOOK.read_bytes()
 
 

@@ -3,7 +3,7 @@
 SGLang 0.5.22 and 0.5.23 transpose the convolutions of linear attention on NPUs at their first use, keep the copies
 (`_get_conv_weights_t` in hardware_backend/npu/attention), and never refresh them: after a weight sync such an engine
 would compute with its initial convolutions. Every way to load weights, of a sync or of a checkpoint, ends with the
-method hooked here, in every rank and for a draft model too. docs/hardware.md lists the other copies.
+method hooked here, in every rank and for a draft model too. CONTRIBUTING.md lists the other copies.
 """
 
 from typing import Any
