@@ -48,8 +48,6 @@ def test_the_rewards_of_the_page_score(reader: Path) -> None:
     batch = [trajectory(" 46"), trajectory("47")]
     with running_scorer(_target_="my_rewards.brief_and_right", args={"per_token": 0.01}) as scorer:
         assert score(scorer, batch) == pytest.approx([0.97, -0.03])
-    with running_scorer(_target_="my_rewards.Regex", args={"pattern": r"^\s*{answer}\s*$"}) as scorer:
-        assert score(scorer, batch) == [1, 0]
     with running_scorer(_target_="my_rewards.keywords") as scorer:
         assert score(scorer, [trajectory("red and blue", keywords=["red", "green"])]) == [0.5]
 
