@@ -15,7 +15,6 @@ from tests.docs.markdown import PAGES, ROOT
 
 RESULTS = ROOT / "tests" / "bench" / "results"
 BLOCK = re.compile(r"(<!-- measured: (\w+) -->\n)(.*?)(<!-- end -->)", re.S)
-VIRTUAL_TIME = ("overlap", "npu_counts")  # results that no other work of the machine changes
 WIDTH = 128
 
 Result = Mapping[str, Any]
@@ -252,15 +251,6 @@ def overlap() -> str:
     return f"{table}\n" + prose(f"Sampling that is discarded because a completion outlasts the bound: {lost}.")
 
 
-def npu_counts() -> str:
-    table = header("", "kernels", "GB")
-    for model, found in load("npu_counts")["models"].items():
-        layers = sum(found["layers"].values())
-        for way, sums in found["microbatch"].items():
-            table += row(f"{model}, {layers} layers, {way}", f"{sums['kernels']:,}", f"{sums['bytes'] / 1e9:,.0f}")
-    return table
-
-
 def probe() -> str:
     result = load("probe")
     shares = result["quickstart"]
@@ -303,7 +293,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
         learning_real,
         gsm8k,
         overlap,
-        npu_counts,
         probe,
         summary,
     )
