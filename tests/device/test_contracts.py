@@ -114,7 +114,7 @@ def last_statement(package: Package, path: str, function: str) -> str:
 
 
 def test_the_other_copies_of_weights_are_refreshed_by_sglang(sglang: Package) -> None:
-    """Or are none: the list is in docs/hardware.md."""
+    """Or are none: the list is in CONTRIBUTING.md."""
     assert "gemma_weight" in last_statement(sglang, "sglang/srt/layers/layernorm.py", "_weight_loader")
     model = sglang.read("sglang/srt/models/qwen3_5.py")
     for view in ("qkvz.weight.data = fused[", "ba.weight.data = fused[", "conv_weights = self.conv1d.weight.view("):

@@ -1,33 +1,10 @@
 """The environments that the page shows, written to modules and played in real workers."""
 
 import asyncio
-import sys
 from pathlib import Path
 
-import pytest
-
 from app.environment.tools import load_tools
-from tests.docs.markdown import ROOT, code_blocks
 from tests.environment.pools import Maker, Played, a_task, play_one, running_pool
-
-PAGE = ROOT / "docs" / "environments.md"
-
-
-@pytest.fixture
-def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working directory of a reader who copied every block of the page into the file that it names."""
-    names = []
-    for language, text in code_blocks(PAGE):
-        title = text.partition("\n")[0].removeprefix("# ")
-        if language == "python":
-            (tmp_path / title).write_text(text)
-            names.append(title.removesuffix(".py"))
-    assert sorted(names) == ["my_agents", "my_envs", "my_openai_agents", "my_tools"]
-    for name in names:
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    return tmp_path
 
 
 def played(reader: Path, module: str, name: str, *replies: str) -> Played:

@@ -2,6 +2,8 @@
 
 import ast
 import re
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -46,6 +48,13 @@ NO_METRICS = {*SUMS, "tokens/s"}  # sums of metrics; a unit
 
 def test_the_settings_page_is_current() -> None:
     assert settings_page.PAGE.read_text() == settings_page.render(), "run: python -m tests.docs.settings_page"
+
+
+def test_the_site_is_built_with_readme_as_its_home(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert built.returncode == 0, built.stderr
+    assert 'href="one_step/"' in (tmp_path / "site" / "index.html").read_text()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)

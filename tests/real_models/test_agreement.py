@@ -32,7 +32,7 @@ LARGEST_ROUNDING = 2e-3
 GRADIENT_ROUNDING = 1e-3  # |difference| / |reference| of a tensor
 NAMES = ["smollm2", "qwen25"]
 QUESTION = "Tom has 12 apples and buys 30 more. How many apples does he have now?"
-TEXT = (ROOT / "docs" / "weight_sync.md", ROOT / "docs" / "environments.md", ROOT / "docs" / "configuration.md")
+TEXT = (ROOT / "docs" / "placements.md", ROOT / "docs" / "environments.md", ROOT / "docs" / "configuration.md")
 
 
 @pytest.fixture(scope="module", params=NAMES)

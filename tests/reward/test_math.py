@@ -25,7 +25,7 @@ def test_the_verdict_is_that_of_a_careful_human_grader_and_of_math_verify_but_fo
 
 
 def test_the_page_on_rewards_lists_every_reason_and_the_number_of_answers() -> None:
-    page = " ".join((ROOT / "docs" / "extending.md").read_text().split())
+    page = " ".join((ROOT / "docs" / "rewards.md").read_text().split())
     assert [reason for reason in [*DIFFERENT, *MISGRADED] if reason not in page] == []
     assert f"has {len(ROWS)} graded answers" in page
 

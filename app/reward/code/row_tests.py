@@ -1,4 +1,4 @@
-"""Read the tests of a row. Its columns tell their form, see the table in docs/code.md."""
+"""Read the tests of a row. Its columns tell their form, see the table in docs/rewards.md."""
 
 import ast
 import base64
