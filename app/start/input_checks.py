@@ -17,7 +17,7 @@ from app.config.trainer import Optimizer
 from app.data import rows
 from app.data.build import check_template, conversation, rendering_warnings
 from app.data.counts import describe_rows
-from app.data.fields import Row
+from app.data.row import Row
 from app.errors import ConfigError, expect, named
 from app.model.architecture import architecture_of, checkpoint_config, layer_names, require_context, require_own_preset
 from app.model.hf_directory import identity, load_tokenizer, require_complete, require_window
