@@ -36,6 +36,8 @@ class TrainSetConfig:
     """One of several training sets."""
 
     path: Any = setting(None, "As data.path.", noun=FILES)
+    question: str | None = setting(None, "As data.question, which null takes.")
+    answer: str | None = setting(None, "As data.answer, which null takes.")
     weight: float = setting(
         1.0,
         "Prompts drawn from this set, relative to the weights of the others; a set that ends begins again.",
@@ -53,6 +55,8 @@ class EvalSetConfig:
         noun=f"null, {FILES}",
     )
     split: str = setting("test", "Split of a Hugging Face data set.")
+    question: str | None = setting(None, "As data.question, which null takes.")
+    answer: str | None = setting(None, "As data.answer, which null takes.")
     rows: int | None = setting(None, "Evaluate on the first rows only; null evaluates on all.", at_least=1)
 
 

@@ -19,7 +19,7 @@ Invariants:
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from app.config.data import OPERANDS, DataConfig, EvalSetConfig, GeneratedConfig
@@ -49,6 +49,8 @@ class RowSet:
     split: str = "train"
     limit: int | None = None  # the first rows only
     held_out: bool = False  # of the training sets
+    question: str | None = None  # fields of its own
+    answer: str | None = None
 
     @property
     def path(self) -> str | list[str] | None:
@@ -108,7 +110,9 @@ def sets_of(config: DataConfig) -> RowSets:
     train = []
     if config.train_sets:
         for name, each in config.train_sets.items():
-            train.append(RowSet(name, f"data.train_sets.{name}.path", each.path, config.subset, config.split))
+            key = f"data.train_sets.{name}.path"
+            own = RowSet(name, key, each.path, config.subset, config.split, question=each.question, answer=each.answer)
+            train.append(own)
     elif config._target_ is not None:
         train = [RowSet(config.name, user_rows.KEY, config._target_)]
     elif config.path is not None:
@@ -124,7 +128,8 @@ def sets_of(config: DataConfig) -> RowSets:
     for name, evaluation in (config.eval_sets or {DEFAULT_EVAL_SET: EvalSetConfig()}).items():
         key, split, limit = f"data.eval_sets.{name}.path", evaluation.split, evaluation.rows
         if evaluation.path is not None:
-            evals.append(RowSet(name, key, evaluation.path, None, split, limit))
+            question, answer = evaluation.question, evaluation.answer
+            evals.append(RowSet(name, key, evaluation.path, None, split, limit, question=question, answer=answer))
         elif has_splits:
             evals.append(RowSet(name, key, config.path, config.subset, split, limit))
         else:
@@ -247,7 +252,9 @@ class RowReader:
     def _rows(self, row_set: RowSet, tasks: Tasks) -> Iterator[Row]:
         are_tasks = row_set.key == TASKS
         replies = self._replies and not are_tasks
-        mapper = RowMapper(self._config, row_set.name, replies=replies, may_be_blank=are_tasks)
+        config = self._config
+        config = replace(config, question=row_set.question or config.question, answer=row_set.answer or config.answer)
+        mapper = RowMapper(config, row_set.name, replies=replies, may_be_blank=are_tasks)
         seen: set[tuple[str, str]] = set()
         for index, record in enumerate(self._records(row_set, tasks)):
             try:

@@ -10,7 +10,7 @@ import pyarrow.parquet
 import pytest
 
 from app.config import RunConfig
-from app.config.data import DataConfig, EvalSetConfig, GeneratedConfig
+from app.config.data import DataConfig, EvalSetConfig, GeneratedConfig, TrainSetConfig
 from app.data import rows
 from tests.compose import composed
 from tests.refusals import refused
@@ -92,6 +92,18 @@ def test_an_evaluation_set_has_a_path_and_a_length_of_its_own(jsonl: Callable[..
         ("p1", "1", "other"),
         ("p2", "2", "other"),
     ]
+
+
+def test_sets_have_columns_of_their_own(jsonl: Callable[..., str]) -> None:
+    mine = jsonl(*[{"problem": f"m{n}", "answer": n} for n in range(9)], name="mine.jsonl")
+    aime = jsonl({"question": "p", "solution": 7}, name="aime.jsonl")
+    config = DataConfig(
+        train_sets={"mine": TrainSetConfig(path=mine, question="problem")},
+        eval_sets={"aime": EvalSetConfig(path=aime, answer="solution")},
+    )
+    loaded = rows.load(config)
+    assert [(row.question, row.answer) for row in loaded.train] == [(f"m{n}", str(n)) for n in range(9)]
+    assert [(row.question, row.answer) for row in loaded.evals["aime"]] == [("p", "7")]
 
 
 def test_a_file_instead_of_a_hub_set_holds_out_rows_for_its_splits_and_warns_once(jsonl: Callable[..., str]) -> None:
