@@ -1,4 +1,4 @@
-"""Objectives and advantages of the user's own, tried on made-up values before anything starts."""
+"""Trial of a user's objectives and advantages on made-up values, before anything starts."""
 
 from collections.abc import Callable
 from typing import Any

@@ -7,7 +7,7 @@ from app.config.setting import SECONDS, setting
 
 @dataclass
 class CheckpointConfig:
-    """What is kept of a run: its last step, on request steps before, the best one, and the exported model."""
+    """Checkpoints of the last, the best and earlier steps, and the exported model."""
 
     every: int = setting(0, "Steps between checkpoints; 0 saves only the last step and the best one.", at_least=0)
     keep: int = setting(2, "Newest checkpoints kept, beside one being written; 0 writes no checkpoint.", at_least=0)

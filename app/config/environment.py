@@ -1,4 +1,4 @@
-"""Settings of `environment=`: what the policy talks to."""
+"""Settings of `environment=`."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -9,7 +9,7 @@ from app.errors import expect
 
 
 class EnvironmentKind(Enum):
-    """What a trajectory is made with; each is a module of `app.environment`."""
+    """Kinds of environments; each is a module of `app.environment`."""
 
     single_turn = "single_turn"
     tools = "tools"
@@ -19,7 +19,7 @@ class EnvironmentKind(Enum):
 
 
 class Thinking(Enum):
-    """What becomes of earlier reasoning at the next user message."""
+    """Treatment of earlier reasoning at the next user message."""
 
     template = "template"
     keep = "keep"
@@ -52,7 +52,7 @@ class EnvironmentConfig:
     url: str | None = setting(None, "With environment=openenv: the server.", noun="an address as ws://localhost:8000")
     max_turns: int = setting(8, "Most completions of the policy in an episode.", at_least=1)
     max_turn_tokens: int | None = setting(
-        None, "Most tokens of one completion; null: what a trajectory has left of max_completion_tokens.", at_least=1
+        None, "Most tokens of one completion; null: the rest of rollout.max_completion_tokens.", at_least=1
     )
     max_observation_tokens: int = setting(2048, "A longer observation is cut in the middle, with a note.", at_least=16)
     thinking: Thinking = setting(
@@ -94,7 +94,7 @@ class EnvironmentConfig:
 
     @property
     def choice(self) -> str:
-        """What chose it on the command line."""
+        """The override that selects it, for messages."""
         return f"environment={self.kind.value}" if self._target_ is None else f"environment._target_={self._target_}"
 
     def validate(self) -> None:

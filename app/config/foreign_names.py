@@ -1,4 +1,4 @@
-"""Settings of TRL, verl, prime-rl, slime, the Hugging Face trainer and earlier versions: what to write, or why nothing.
+"""Settings of TRL, verl, prime-rl, slime, the Hugging Face trainer and earlier versions, and their counterparts here.
 
 They answer an unknown setting. `foreign_names.yaml` has them, for the tables of `docs/coming_from.md` too.
 """

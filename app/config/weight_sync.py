@@ -18,7 +18,7 @@ class TransportKind(Enum):
 
 
 class Verify(Enum):
-    """Which syncs are verified."""
+    """Syncs that are verified."""
 
     never = "never"
     first = "first"
@@ -34,7 +34,7 @@ class Probe(Enum):
 
 
 class SyncMode(Enum):
-    """What a sync sends."""
+    """All weights, or the changed ones."""
 
     full = "full"
     delta = "delta"

@@ -1,4 +1,4 @@
-"""The environment of a run: what its workers get from the configuration, and whether they can load it."""
+"""The environment of a run: the specification of its workers, and a trial of one."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""The checks of what a run brings. Each yields findings or raises `ConfigError`; preflight.py orders them."""
+"""Checks of a run's inputs. Each yields findings or raises `ConfigError`; preflight.py orders them."""
 
 import json
 import os

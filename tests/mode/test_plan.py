@@ -163,7 +163,7 @@ def test_a_mixture_of_experts_is_refused(tmp_path: Path) -> None:
         describe(composed("device=cuda", "model=hf", f"model.path={tmp_path}"))
 
 
-def test_a_plan_lists_what_a_run_would_refuse_and_the_settings_that_a_model_replaces(tmp_path: Path) -> None:
+def test_a_plan_names_the_settings_that_a_run_would_refuse(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"question": "1+1=", "answer": "2"}\n' * 4)
     line = ["model=hf", f"model.path={tmp_path}", f"data.path={rows}", "data.question=q", "reward._target_=nope.f"]
@@ -175,7 +175,6 @@ def test_a_plan_lists_what_a_run_would_refuse_and_the_settings_that_a_model_repl
         "data.question=q",
         "reward._target_=nope.f",
     ]
-    assert "algorithm.prompts_per_step=512 by 32, algorithm.group_size=16 by 8" in done.stderr
 
 
 def test_a_plan_loads_an_environment_in_a_worker_and_imports_no_heavy_library() -> None:
