@@ -2,11 +2,8 @@
 
 import copy
 import difflib
-import glob
-import os
 import re
 from collections.abc import Mapping, Sequence
-from enum import Enum
 from functools import cache
 from typing import Any
 
@@ -17,7 +14,6 @@ from omegaconf.errors import OmegaConfBaseException
 from app.config import foreign_names, own_data, peft_adapter, resolvers
 from app.config.command_line import given_settings
 from app.config.command_line import override as quoted
-from app.config.model import TINY_PRESETS
 from app.config.run import RunConfig
 from app.config.setting import Setting, settings
 from app.errors import ConfigError, expect, yaml_text
@@ -28,7 +24,6 @@ OWN = {
     "environment": "environment._target_=my_module.MyEnvironment",
     "tracking": "tracking.use=[my_module.MyTracker]",
 }
-PATHS = ("path", "eval_path", "demonstrations", "chat_template")  # settings of files
 CLOSE = 0.85  # similarity of a misspelled key
 # Lines of Hydra's and OmegaConf's messages that do not help to correct a setting.
 NOISE = ("full_key:", "object_type=", "reference_type=", "Set the env", "Config search path", "provider=", "See https:")
@@ -88,18 +83,21 @@ def _require_sections(values: Any) -> None:
                 raise ConfigError(key, entry, reason=f"write {key}.{first}={yaml_text(entry)}")
 
 
-def resolve(composed: DictConfig) -> RunConfig:
-    """Convert a composition to a validated `RunConfig`.
+def prepare(composed: DictConfig) -> DictConfig:
+    """Return a copy of a composition with the settings of its adapter, without evaluation sets of data it replaces."""
+    settings = copy.deepcopy(composed)
+    own_data.remove_evaluation_of_other_data(settings)
+    peft_adapter.take_settings(settings)
+    return settings
 
-    Evaluation sets of other training data than the run's are removed from `composed`, too.
+
+def resolve(settings: DictConfig) -> RunConfig:
+    """Convert prepared settings to a validated `RunConfig`.
 
     Raises:
         ConfigError: A key is not in the schema (also one added with `+`), or a value is not accepted.
     """
-    if "hydra" in composed:
-        own_data.remove_evaluation_of_other_data(composed)
-        peft_adapter.take_settings(composed)
-    application = OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
+    application = OmegaConf.masked_copy(settings, [str(key) for key in settings if key != "hydra"])
 
     try:
         values = OmegaConf.to_container(application, resolve=True)
@@ -118,39 +116,6 @@ def resolve(composed: DictConfig) -> RunConfig:
     both = config.epochs is not None and "steps" in given
     expect(not both, "steps", config.steps, f"no steps with epochs={config.epochs}, which sets them, or epochs=null")
     return config
-
-
-def absolute_paths(settings: Any, name: str = "") -> Any:
-    """Return plain values of settings with the files and folders that are there by their absolute paths."""
-    if isinstance(settings, dict):
-        return {key: absolute_paths(value, str(key)) for key, value in settings.items()}
-    if isinstance(settings, list):
-        return [absolute_paths(each, name) for each in settings]
-    if name not in PATHS or not isinstance(settings, str) or "${" in settings or settings in TINY_PRESETS.values():
-        return settings
-    path = os.path.expanduser(settings)
-    return os.path.abspath(path) if os.path.exists(path) or glob.has_magic(path) else settings  # the id of a hub
-
-
-def replaced_settings(composed: DictConfig) -> str | None:
-    """Return a sentence on the settings of the algorithm preset that the presets of a later group replaced, if any."""
-    choice = composed.hydra.runtime.choices.algorithm
-    given = [override.lstrip("+~").split("=", 1)[0] for override in composed.hydra.overrides.task]
-
-    replaced = []
-    for name, value in own_data.preset(composed, "algorithm", choice)[-1].items():
-        key = f"algorithm.{name}"
-        final = OmegaConf.select(composed, key)
-        final = final.name if isinstance(final, Enum) else final
-        if final != value and key not in given:
-            replaced.append(f"{key}={value} by {final}")
-
-    if not replaced:
-        return None
-    return (
-        f"presets of models and experiments replace settings of algorithm={choice}: {', '.join(replaced)}; "
-        "settings on the command line win."
-    )
 
 
 def setting_names() -> list[str]:

@@ -4,7 +4,6 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 
@@ -25,8 +24,7 @@ from app.model.lora.count import layer_names
 from app.reward.tryout import tokenizer_of, try_rewards
 from app.start.disk import free_bytes, plan_disk
 from app.start.environments import require_rendering
-from app.start.finding import CheckStatus, Finding
-from app.start.inputs import CheckStage, RunInputs
+from app.start.inputs import CheckStage, CheckStatus, Finding, RunInputs
 from app.tracking.number_format import plural
 from app.tracking.own_tracker import require_trackers
 from app.types import Prompt
@@ -63,9 +61,9 @@ def disk(run: RunInputs) -> Iterator[Finding]:
     """Whether the folder can be written, and a new run fits. The trainer's exact sizes are compared once it runs."""
     if run.folder is None:
         return
-    require_writable("hydra.run.dir", run.folder)
+    require_writable("hydra.run.dir", str(run.folder))
 
-    config, folder = run.config, Path(run.folder)
+    config, folder = run.config, run.folder
     known = architecture_of(config.model)
     saves = run.trains and config.trainer.optimizer is Optimizer.adamw
     # a resumed run replaces checkpoints of its own
@@ -102,7 +100,7 @@ def data(run: RunInputs) -> Iterator[Finding]:
     else:
         rows.check_files(config.data, replies=run.replies)
 
-    counted, *_ = describe_rows(config.data, loaded, config.algorithm.prompts_per_step, config.steps)
+    counted, *_ = describe_rows(config.data, loaded, config.algorithm.prompts_per_step, run.config.steps)
     yield Finding("data", f"{config.data.name}: {counted.removeprefix('Data: ')}")
     for warning in loaded.warnings if loaded is not None else ():
         yield Finding("data", warning, CheckStatus.warn, WARNED)
@@ -249,7 +247,6 @@ def teacher(run: RunInputs) -> Iterator[Finding]:
         return
     from app.teacher import require_teacher
 
-    run.status("asking the teacher")
     require_teacher(config.teacher, run.tokenizer)
     addresses = [url for urls in config.teacher.servers.values() for url in urls]
     yield Finding("teacher", f"{', '.join(addresses)} can score")
@@ -314,7 +311,6 @@ def reward(run: RunInputs) -> Iterator[Finding]:
     if not own:
         yield Finding("reward", config.reward.formula)
         return
-    run.status("trying the reward")
     # those that read turns or scores would fail on completions made up without them
     tried = replace(config.reward, tryout=config.reward.tryout and not config.environment.multi_turn)
     tokenize = tokenizer_of(run.tokenizer) if run.moment is CheckStage.start else lambda text: list(text.encode())

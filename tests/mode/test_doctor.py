@@ -16,8 +16,7 @@ from app.mode.doctor import device as doctor_device
 from app.mode.doctor import machine as doctor_machine
 from app.mode.doctor import software as doctor_software
 from app.model.hf_directory import load_tokenizer
-from app.start.finding import CheckStatus, Finding, outcome
-from app.start.inputs import CheckStage, RunInputs
+from app.start.inputs import CheckStage, CheckStatus, Finding, RunInputs, outcome
 from app.start.preflight import findings
 from tests.compose import composed
 from tests.warm import run_warm

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from app.mode.plan.describe import describe
+from app.start.inputs import CheckStage, RunInputs
 from app.start.preflight import problems
-from tests.compose import composed
+from tests.compose import composed, problems_of
 from tests.warm import run_warm
 
 ROOT = Path(__file__).parents[2]
@@ -27,10 +28,10 @@ MISSION = ("device=npu", "placement=fully_async", "model=qwen35_9b")
     ],
 )
 def test_a_plan_counts_the_steps_of_epochs_where_rows_are_local(overrides: list[str], steps: int, shown: str) -> None:
-    counted = composed(*overrides)
-    problems(counted)
-    plan = describe(counted)
-    assert counted.steps == steps
+    inputs = RunInputs(composed(*overrides), CheckStage.plan)
+    problems(inputs)
+    plan = describe(inputs.config)
+    assert inputs.config.steps == steps
     assert shown in plan
     assert f"  {steps} steps = " in plan
 
@@ -90,8 +91,8 @@ def test_the_plan_counts_the_rows_of_local_files(tmp_path: Path) -> None:
 
 def test_a_mistyped_evaluation_file_is_found_beside_a_hub_data_set() -> None:
     line = ["data=gsm8k", "++data.eval_sets={mine: {path: none.jsonl}}"]
-    assert list(problems(composed(*line))) == ["data"]
-    assert problems(composed("data=gsm8k", "model=qwen3_4b")) == {}
+    assert list(problems_of(*line)) == ["data"]
+    assert problems_of("data=gsm8k", "model=qwen3_4b") == {}
 
 
 def test_a_plan_that_does_not_fit_shows_what_would() -> None:

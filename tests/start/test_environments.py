@@ -10,10 +10,9 @@ import pytest
 
 from app.mode.doctor import scripted_episode
 from app.start.environments import require_environment, worker_spec
-from app.start.finding import CheckStatus, Finding
-from app.start.inputs import CheckStage, RunInputs
-from app.start.preflight import problems, take_inputs
-from tests.compose import composed
+from app.start.inputs import CheckStage, CheckStatus, Finding, RunInputs
+from app.start.preflight import preflight
+from tests.compose import composed, problems_of
 from tests.environment.qwen import write_model
 from tests.refusals import refused
 
@@ -52,7 +51,7 @@ def episode(*overrides: str) -> Finding:
 def test_what_cannot_be_loaded_is_one_sentence_and_leaves_no_process(
     settings: list[str], sentence: str | None, tiny_model: Path
 ) -> None:
-    found = problems(composed(*settings)).get("environment", "")
+    found = problems_of(*settings).get("environment", "")
     assert (sentence or "") in found
     assert (found == "", found.count("\n")) == (sentence is None, 0)
     assert found.count("its last line") <= 1
@@ -66,7 +65,7 @@ def test_another_interpreter_loads_it_from_the_working_directory(tiny_model: Pat
 
 def test_a_job_of_a_sweep_loads_its_environment_while_its_loop_runs(tiny_model: Path) -> None:
     async def job(*overrides: str) -> RunInputs:
-        return take_inputs(composed(*overrides), lambda status: None)
+        return preflight(composed(*overrides))
 
     inputs = asyncio.run(job(*own("Guess"), f"model.path={tiny_model}"))
     assert inputs.model_path == tiny_model
@@ -86,8 +85,8 @@ def test_rewards_are_not_tried_on_completions_without_turns(tiny_model: Path) ->
     """`raises` fails on every completion, so without an environment it is refused."""
     reward = "reward._target_=tests.reward.broken.raises"
     with refused("reward._target_", "tests.reward.broken.raises", "KeyError"):
-        take_inputs(composed(reward), lambda _: None)
-    take_inputs(composed(f"environment._target_={OWN}.Guess", reward), lambda _: None)
+        preflight(composed(reward))
+    preflight(composed(f"environment._target_={OWN}.Guess", reward))
 
 
 @pytest.mark.parametrize(

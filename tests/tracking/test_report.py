@@ -210,8 +210,7 @@ def test_warnings_about_the_inputs_are_in_the_report(tmp_path: Path, monkeypatch
     """The data is read before the run's folder exists."""
     sentence = "9 of the 10 questions of evaluation set mine are also in the training set"
     counts = RowCounts({"mine": 47}, {"mine": 10}, [], 0, {})
-    inputs = SimpleNamespace(prompts=SimpleNamespace(counts=counts), warnings=(sentence,))
-    monkeypatch.setattr(session, "take_inputs", lambda config, status: inputs)
+    inputs: Any = SimpleNamespace(prompts=SimpleNamespace(counts=counts), warnings=(sentence,))
 
     def stop(*_: object, **__: object) -> None:
         raise RunError("nothing else is started in this test")
@@ -219,7 +218,7 @@ def test_warnings_about_the_inputs_are_in_the_report(tmp_path: Path, monkeypatch
     monkeypatch.setattr("app.start.session.Scorer", stop)
 
     async def start(recorder: RunFolderRecorder) -> None:
-        async with session.start_rollout_workers(RunConfig(), device_of(DeviceKind.cuda), tmp_path, recorder):
+        async with session.start_rollout_workers(RunConfig(), device_of(DeviceKind.cuda), tmp_path, inputs, recorder):
             pass
 
     with pytest.raises(RunError), RunFolderRecorder(RunConfig(), tmp_path) as recorder:

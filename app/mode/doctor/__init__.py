@@ -11,22 +11,23 @@ from pathlib import Path
 
 from app.config import RunConfig
 from app.errors import FAILED_EXIT
-from app.mode import NOT_GIVEN, ModeResult
+from app.mode import ModeResult
 from app.mode.doctor import device, machine, scripted_episode, software
-from app.start.finding import CheckStatus, Finding
-from app.start.inputs import CheckStage, RunInputs
+from app.start.inputs import CheckStage, CheckStatus, Finding, RunInputs
 from app.start.preflight import findings
 
+OUTPUTS = Path("outputs")
 
-def run(config: RunConfig, folder: Path) -> ModeResult:
+
+def run(config: RunConfig, folder: Path | None) -> ModeResult:
     """Print the findings. The metric is the exit code."""
-    found = examine(config, "outputs" if str(folder) == NOT_GIVEN else str(folder))
+    found = examine(config, folder or OUTPUTS)
     sys.stdout.write(table(found) + "\n")
     code = FAILED_EXIT if any(each.status is CheckStatus.fail for each in found) else 0
     return ModeResult(float(code), code)
 
 
-def examine(config: RunConfig, folder: str = "outputs") -> list[Finding]:
+def examine(config: RunConfig, folder: Path = OUTPUTS) -> list[Finding]:
     """Run every check, in the order in which problems should be fixed."""
     inputs = RunInputs(config, CheckStage.doctor, folder=folder)
     return [

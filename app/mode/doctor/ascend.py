@@ -13,7 +13,7 @@ from packaging.version import Version
 from app.config import RunConfig
 from app.device import Device
 from app.mode.doctor.software import installed, uses_memory_saver
-from app.start.finding import CheckStatus, Finding, outcome
+from app.start.inputs import CheckStatus, Finding, outcome
 
 DRIVER, INSTALLED, NPU_SMI_LIBRARY = "/usr/local/Ascend/driver", "/etc/ascend_install.info", "/usr/local/dcmi"
 DEVICE_FILES = Path("/dev")

@@ -15,7 +15,7 @@ from urllib.request import Request, urlopen
 from app.config import RunConfig
 from app.data import rows
 from app.data.records import sources
-from app.start.finding import CheckStatus, Finding, outcome
+from app.start.inputs import CheckStatus, Finding, outcome
 from app.utils.child_environment import LAUNCHER, encoding, home_is_writable
 from app.utils.process import SHARED_MEMORY
 from app.utils.units import GIB

@@ -14,9 +14,8 @@ from app.environment.wire import Answer, End, SampleRequest
 from app.errors import ConfigError
 from app.reward.tryout import Tokenize, tokenizer_of
 from app.start.environments import tried_pool, without_log
-from app.start.finding import CheckStatus, Finding
 from app.start.input_checks import REFUSED
-from app.start.inputs import RunInputs
+from app.start.inputs import CheckStatus, Finding, RunInputs
 from app.tracking.number_format import plural
 from app.worker.wire import Failed
 

@@ -22,6 +22,7 @@ from app.device import device_of
 from app.errors import SyncError
 from app.mode.parity.weights import Versions
 from app.placement.time_sharing import TimeSharing
+from app.start.inputs import RunInputs
 from app.start.session import RolloutWorkers, TrainerWorkers, start_rollout_workers, start_trainer_workers
 from app.tracking.run_folder.timeline import Timeline
 from app.types import Completion, GroupRequest, Sampling
@@ -63,7 +64,7 @@ class StderrRecorder:
         self.status(text)
 
 
-def sample(config: RunConfig, folder: Path) -> list[Sampled]:
+def sample(config: RunConfig, folder: Path, inputs: RunInputs) -> list[Sampled]:
     """Start trainer and engines, sync each version, sample it, and shut down.
 
     Raises:
@@ -71,16 +72,16 @@ def sample(config: RunConfig, folder: Path) -> list[Sampled]:
     """
     verified = deepcopy(config)
     verified.weight_sync.verify = Verify.always
-    return asyncio.run(until_signal(_sample(verified, folder)))
+    return asyncio.run(until_signal(_sample(verified, folder, inputs)))
 
 
-async def _sample(config: RunConfig, folder: Path) -> list[Sampled]:
+async def _sample(config: RunConfig, folder: Path, inputs: RunInputs) -> list[Sampled]:
     device = device_of(config.device.kind)
     recorder = StderrRecorder()
     seeds: Sequence[int | None] = ADAPTER_SEEDS if config.model.lora.enabled else SEEDS
 
     async with (
-        start_rollout_workers(config, device, folder, recorder) as workers,
+        start_rollout_workers(config, device, folder, inputs, recorder) as workers,
         start_trainer_workers(config, device, folder, workers, first=True) as made,
     ):
         await made.trainer.attach(EXTENSION, Versions)

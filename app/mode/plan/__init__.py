@@ -12,15 +12,16 @@ from app.start.inputs import CheckStage, RunInputs
 from app.start.preflight import problems
 
 
-def run(config: RunConfig, _folder: Path) -> ModeResult:
+def run(config: RunConfig, _folder: Path | None) -> ModeResult:
     """Print the plan, and which inputs a run on this machine would refuse.
 
     Raises:
         ConfigError: The model and the settings of its preset do not go together.
     """
-    sizes(RunInputs(config, CheckStage.plan))
-    refused = problems(config)  # counts the steps of epochs
-    sections = [describe.describe(config, given_settings())]
+    inputs = RunInputs(config, CheckStage.plan)
+    sizes(inputs)
+    refused = problems(inputs)  # counts the steps of epochs
+    sections = [describe.describe(inputs.config, given_settings())]
     if refused:
         sections.append("\n  ".join(["A run on this machine would be refused", *refused.values()]))
 
