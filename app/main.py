@@ -124,7 +124,7 @@ class SweepEnd(Callback):
             folder = Path(str(config.hydra.sweep.dir))
             used = folder.is_dir() and any(holds_run(each) for each in folder.iterdir() if each.is_dir())
             expect(not used, "hydra.sweep.dir", folder, "another folder; it already holds the runs of a sweep")
-        except ERRORS as error:  # Hydra only warns of an error in a callback
+        except ERRORS as error:  # Hydra would only warn of an error in a callback
             raise SystemExit(report(error)) from None
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **_: Any) -> None:

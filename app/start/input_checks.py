@@ -2,13 +2,15 @@
 
 import json
 import os
+import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
 from app.checkpoint.run_state import read_state, require_model
-from app.config import Mode
+from app.config import Mode, RunConfig
 from app.config.data import TEMPLATE_KWARGS
 from app.config.model import ModelConfig
 from app.config.placement import PlacementKind
@@ -17,12 +19,11 @@ from app.data import rows
 from app.data.build import check_template, conversation, rendering_warnings
 from app.data.counts import describe_rows
 from app.errors import ConfigError, expect, named
-from app.model.architecture import architecture_of, checkpoint_config, require_context, require_own_preset
+from app.model.architecture import Architecture, architecture_of, checkpoint_config, require_context, require_own_preset
 from app.model.hf_directory import identity, load_tokenizer, require_complete, require_window
 from app.model.lora.base_weights import check_targets, require_targets
-from app.model.lora.count import layer_names
+from app.model.lora.count import layer_names, trained_parameters
 from app.reward.tryout import tokenizer_of, try_rewards
-from app.start.disk import free_bytes, plan_disk
 from app.start.environments import require_rendering
 from app.start.inputs import CheckStage, CheckStatus, Finding, RunInputs
 from app.tracking.number_format import plural
@@ -33,10 +34,41 @@ from app.utils.net import port_is_free
 from app.utils.units import size
 from app.weight_sync.own_transport import require_transport
 
+CHECKPOINT_BYTES = 12  # per trained parameter: float32 master weight and Adam moments
+EXPORT_BYTES = 4  # per parameter, at most
 NO_TOKENS = np.zeros(1, np.int32)
 PROMPT_CHARACTERS = 400  # shown of each end of a long prompt
 REFUSED = "correct the setting; mode=train ends with this sentence"
 WARNED = "a run warns of this, too"
+
+
+@dataclass(frozen=True, slots=True)
+class DiskPlan:
+    """Bytes on disk, at most."""
+
+    checkpoint: int  # bytes of one
+    checkpoints: int  # number of them at once
+    export: int
+
+    @property
+    def bytes(self) -> int:
+        """All of it."""
+        return self.checkpoints * self.checkpoint + self.export
+
+
+def plan_disk(config: RunConfig, model: Architecture) -> DiskPlan:
+    """Plan the disk space of a training run."""
+    lora = config.model.lora
+    trained = trained_parameters(model, lora)
+    exported = model.parameters + (trained if lora.enabled else 0)
+    export = EXPORT_BYTES * exported if config.checkpoint.export else 0
+    return DiskPlan(CHECKPOINT_BYTES * trained, config.checkpoint.most_on_disk, export)
+
+
+def free_bytes(folder: Path) -> int:
+    """Return the free bytes of a folder's disk; the folder may not exist yet."""
+    existing = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.is_dir())
+    return shutil.disk_usage(existing).free
 
 
 def sizes(run: RunInputs) -> None:

@@ -385,29 +385,6 @@ def device_kinds(plan: MemoryPlan) -> set[str]:
     return {phase.device for phase in plan.phases}
 
 
-def replaced(*overrides: str) -> str | None:
-    configuration.register()
-    with initialize_config_dir(conf_path(), version_base="1.3"):
-        return configuration.replaced_settings(
-            compose("config", overrides=list(overrides), return_hydra_config=True),
-        )
-
-
-def test_settings_of_an_algorithm_that_a_model_replaces_are_named(tmp_path: Path) -> None:
-    assert replaced("algorithm=dapo", "model=qwen3_4b") == (
-        "presets of models and experiments replace settings of algorithm=dapo: algorithm.prompts_per_step=512 by 32, "
-        "algorithm.group_size=16 by 8; settings on the command line win."
-    )
-    assert replaced("algorithm=dapo", "algorithm.prompts_per_step=512", "algorithm.group_size=16") is None
-    assert [replaced(f"algorithm={name}") for name in ("grpo", "dr_grpo", "gspo")] == [None] * 3
-
-    (tmp_path / "algorithm").mkdir()
-    (tmp_path / "algorithm" / "mine.yaml").write_text("name: mine\ngroup_size: 4\nratio: sequence\n")
-    found = replaced(f"hydra.searchpath=[file://{tmp_path}]", "algorithm=mine")
-    assert found is not None
-    assert "algorithm=mine: algorithm.group_size=4 by 8;" in found
-
-
 def test_the_command_line_wins_over_an_experiment() -> None:
     config = composed("experiment=npu8_fully_async_9b", "placement.max_staleness=1", "steps=5")
     assert (config.placement.max_staleness, config.steps) == (1, 5)

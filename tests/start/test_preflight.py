@@ -6,11 +6,9 @@ import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-import app.data.build as data
 from app.config.device import DeviceKind
 from app.device import base
 from app.errors import ConfigError
@@ -61,7 +59,7 @@ def test_plan_doctor_and_start_refuse_the_same(
         slides = {"layer_types": None, "use_sliding_window": True, "sliding_window": 100}
         (sliding / "config.json").write_text(json.dumps(config | slides))
     (tmp_path / "file").touch()
-    folder = str(tmp_path / ("file" if name == "disk" else "run"))
+    folder = tmp_path / ("file" if name == "disk" else "run")
     with socket.socket() as busy:
         busy.bind(("127.0.0.1", 0))
         busy.listen()
@@ -131,35 +129,12 @@ def test_the_steps_of_epochs_are_counted_from_the_prompts_that_are_left(tiny_mod
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     line = [f"data.path={file}", "data.answer_after=null", "algorithm.prompts_per_step=16"]
-    config = composed(*line, "epochs=2")
-    preflight(config)
-    inputs = preflight(config)
+    inputs = preflight(composed(*line, "epochs=2"))
     left = len(inputs.prompts.train)
     assert inputs.prompts.dropped > 0
-    assert config.steps == -(-2 * left // 16)
+    assert inputs.config.steps == -(-2 * left // 16)
 
-    evaluation = composed(*line, "epochs=2", "mode=eval")
-    preflight(evaluation)
-    assert evaluation.steps == 60
-
-
-def test_the_run_takes_what_preflight_loaded(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded: list[object] = []
-    build = data.build
-
-    def recorded(*args: Any, **kwargs: Any) -> Any:
-        loaded.append(args)
-        return build(*args, **kwargs)
-
-    monkeypatch.setattr(data, "build", recorded)
-    preflight(composed())
-    preflight(composed())
-    assert len(loaded) == 1
-    preflight(composed())  # taken once: a second run of the process loads its own
-    assert len(loaded) == 2
-
-    preflight(composed("data.arithmetic.problems=50"))  # of another configuration
-    assert len(preflight(composed("data.arithmetic.problems=60")).prompts.train) == 60
+    assert preflight(composed(*line, "epochs=2", "mode=eval")).config.steps == 60
 
 
 def test_warnings_about_the_data_are_recorded_by_the_run(tiny_model: Path, tmp_path: Path) -> None:
