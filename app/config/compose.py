@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from app.config import foreign_names, own_data, peft_adapter, resolvers
+from app.config.command_line import names_of
 from app.config.run import RunConfig
 from app.config.setting import settings
 from app.errors import ConfigError, expect
@@ -82,7 +83,7 @@ def resolve(settings: DictConfig) -> RunConfig:
 
     assert isinstance(config, RunConfig)
     config.validate()
-    given = [str(each).lstrip("+~").partition("=")[0] for each in settings.hydra.overrides.task]
+    given = names_of(settings.hydra.overrides.task)
     replaced = {"data.train_sets": config.data.train_sets, "data._target_": config.data._target_}
     for key, value in replaced.items():
         accepted = f"null beside {key}, which replaces it; +data.train_sets.<name>.path=FILE adds a set"

@@ -16,10 +16,10 @@ from omegaconf import DictConfig, OmegaConf
 from app.checkpoint.folder import FOLDER, LATEST, latest, named, there_are
 from app.checkpoint.run_state import read_state
 from app.config import Mode
-from app.config.command_line import override
+from app.config.command_line import names_of, override
 from app.config.stop import StopConfig
 from app.errors import ConfigError, DamagedCheckpoint, expect
-from app.recovery.saved_config import SAVED, given_keys, load, take_over
+from app.recovery.saved_config import SAVED, load, take_over
 from app.stop import stop_reason
 from app.tracking.run_folder import metrics_file, summary
 
@@ -78,7 +78,9 @@ def resume_training(settings: DictConfig, folder: Path) -> Resumption:
         folder = own
 
     saved = load(folder)
-    if saved.mode is not settings.mode and not (saved.mode.trains and "mode" not in given_keys(settings)):
+    if saved.mode is not settings.mode and not (
+        saved.mode.trains and "mode" not in names_of(settings.hydra.overrides.task)
+    ):
         raise ConfigError("resume", resume, reason=f"{folder} holds a run of mode={saved.mode.name}")
 
     saves = checkpoint is not None or has_checkpoint(folder)

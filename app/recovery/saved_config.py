@@ -18,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from app.config import RunConfig
+from app.config.command_line import names_of
 from app.config.compose import config_error
 from app.config.model import TINY_PRESETS
 from app.errors import ConfigError, yaml_text
@@ -63,7 +64,7 @@ def take_over(
         ConfigError: An override, or a variable of the environment, would change a setting that must stay.
     """
     _require_same_environment(saved, folder, changeable)
-    given = [key for key in given_keys(settings) if not _is_in(key, ALWAYS)]
+    given = [key for key in names_of(settings.hydra.overrides.task) if not _is_in(key, ALWAYS)]
     sections = [str(key) for key in saved if key not in ALWAYS]
     # The presets of a group without a section (`experiment`) may set anything. A data preset selects its reward.
     keys = {*given, *(sections if any("." not in key and key not in sections for key in given) else ())}
@@ -111,11 +112,6 @@ def _leaves(settings: DictConfig) -> Mapping[str, str]:
     complete = OmegaConf.merge(OmegaConf.structured(RunConfig), OmegaConf.to_container(known, resolve=True))
     values = flatten(absolute_paths(OmegaConf.to_container(complete, resolve=True, enum_to_str=True)))
     return {key: yaml_text(value) for key, value in values.items() if value != {} and key not in ALWAYS}
-
-
-def given_keys(settings: DictConfig) -> list[str]:
-    """Return the settings and groups on the command line."""
-    return [str(each).lstrip("+~").partition("=")[0] for each in settings.hydra.overrides.task]
 
 
 def _require_same_environment(saved: DictConfig, folder: Path, changeable: Collection[str]) -> None:
