@@ -78,9 +78,8 @@ def resume_training(settings: DictConfig, folder: Path) -> Resumption:
         folder = own
 
     saved = load(folder)
-    if saved.mode is not settings.mode and not (
-        saved.mode.trains and "mode" not in names_of(settings.hydra.overrides.task)
-    ):
+    given_mode = "mode" in names_of(settings.hydra.overrides.task)
+    if saved.mode is not settings.mode and (given_mode or not saved.mode.trains):
         raise ConfigError("resume", resume, reason=f"{folder} holds a run of mode={saved.mode.name}")
 
     saves = checkpoint is not None or has_checkpoint(folder)

@@ -83,7 +83,7 @@ def take_over(
             merged.epochs = None
 
     changes = _changes(saved, merged, folder, changeable)
-    return merged, (f"the run in {folder} with {', '.join(changes)}",) if changes else ()
+    return merged, (f"overrides of the run in {folder}: {', '.join(changes)}",) if changes else ()
 
 
 def _changes(saved: DictConfig, merged: DictConfig, folder: Path, changeable: Collection[str]) -> list[str]:

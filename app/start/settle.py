@@ -56,9 +56,8 @@ def settle(composed: DictConfig, folder: Path, *, sweep: bool = False) -> Job:
 
     settings = compose.prepare(composed)
     mode: Mode = settings.mode
-    expect(
-        not sweep or settings.resume == NEVER, "resume", settings.resume, "never in a sweep, whose jobs are new runs"
-    )
+    anew = not sweep or settings.resume == NEVER
+    expect(anew, "resume", settings.resume, "never in a sweep, whose jobs are new runs")
     if mode in PREVIEWS:
         if f"mode={Mode.sft.name}" in settings.hydra.overrides.task:  # `mode=sft … mode=plan`
             settings.mode = Mode.sft

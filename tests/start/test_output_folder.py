@@ -311,6 +311,13 @@ def test_an_empty_folder_is_refused(arguments: list[str], tmp_path: Path) -> Non
     assert content(tmp_path) == {}
 
 
+@pytest.mark.parametrize("words", ["mode=plan", "mode=export", "steps=0", "rollout.tensor_parallel=2"])
+def test_a_mode_that_does_not_write_and_a_refused_start_leave_no_folder(words: str, tmp_path: Path) -> None:
+    code, text = run_app(*words.split(), cwd=tmp_path)
+    assert code == (0 if words == "mode=plan" else 2), text
+    assert content(tmp_path) == {}
+
+
 @pytest.mark.parametrize("key", ["hydra.run.dir", "hydra.sweep.dir"])
 def test_a_folder_named_by_an_unset_variable_is_refused(key: str, tmp_path: Path) -> None:
     sweep = ["-m", "seed=0,1"] if key == "hydra.sweep.dir" else []
