@@ -1,18 +1,13 @@
 """RL post-training of language models on CUDA GPUs, Ascend NPUs or a plain CPU, composed by Hydra from one command.
 
-    import app
-
-    result = app.run(["algorithm=dapo", "steps=3"])
-    result.summary["eval/accuracy_last"]
-
-The names below are imported on first use, so that importing a module of this package imports nothing else.
+The names below are for rewards and environments of the user's. They are imported on first use, so that importing a
+module of this package imports nothing else.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from app.command import RunResult, run
     from app.environment.protocol import EpisodeOver, OutOfTime, OutOfTokens, OutOfTurns, Policy, Reply, Task, ToolCall
     from app.errors import ConfigError, Interrupted, RunError
     from app.types import Completion, FinishReason, Prompt, Trajectory, Turn, VersionSpan
@@ -30,17 +25,14 @@ __all__ = [
     "Prompt",
     "Reply",
     "RunError",
-    "RunResult",
     "Task",
     "ToolCall",
     "Trajectory",
     "Turn",
     "VersionSpan",
-    "run",
 ]
 
 _MODULES = {
-    "app.command": ("RunResult", "run"),
     "app.environment.protocol": (
         "EpisodeOver",
         "OutOfTime",

@@ -1,4 +1,4 @@
-"""The command: compose → validate → `run_mode` → return the optimized metric.
+"""The command: compose → settle (resume applied, one resolve) → check the inputs → hold the folder → run the mode.
 
 An invalid configuration ends with one sentence on stderr and exit code 2, before anything starts (`app/errors.py` lists
 the codes). With HYDRA_FULL_ERROR=1 in the environment every error keeps its traceback.
@@ -10,30 +10,34 @@ import os
 import shutil
 import sys
 import traceback
-from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.utils import JobReturn
 from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from app.config import Mode, RunConfig, compose
+from app.config import compose
 from app.config.arguments import check_arguments, named_values
 from app.config.command_line import command, override, versions
 from app.config.own_data import with_preset
 from app.errors import FAILED_EXIT, ConfigError, Interrupted, RunError, echo, exit_code, expect
-from app.mode import NOT_GIVEN, PREVIEWS, WRITES, ModeResult, run_mode
+from app.mode import WRITES, ModeResult, run_mode
+from app.recovery.resume import has_checkpoint, holds_run
 from app.recovery.run_lock import FolderInUse
-from app.run_report import RunReport, report, reports
+from app.start.settle import Job, settle
 from app.utils.files import disk_errors, require_writable
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
 FULL_ERROR_REQUESTED = FULL_ERROR in os.environ
+FAILED_METRIC = -math.inf  # of a job: the sweep continues; Optuna would end the study on NaN
+ERRORS = (RunError, HydraException, OmegaConfBaseException)  # the second: of which ConfigError is one
 
 
 def conf_path() -> str:
@@ -46,64 +50,87 @@ def conf_path() -> str:
 compose.register()
 
 
-class Validate(Callback):
-    """Rejects a configuration before its output folder exists; runs the modes that have no folder of their own."""
+@hydra.main(version_base="1.3", config_path=conf_path(), config_name="config")
+def main(composed: DictConfig) -> float:
+    """Run one job and return its metric. Errors leave as `SystemExit`, the only exception that Hydra does not touch."""
+    sweep = HydraConfig.get().mode is RunMode.MULTIRUN
+    folder = made = Path(HydraConfig.get().runtime.output_dir)  # by Hydra, whatever the mode
+    with open_dict(composed):
+        composed.hydra = HydraConfig.get()
+    try:
+        job = settle(composed, made, sweep=sweep)
+        folder = job.folder
+        if not sweep and (folder != made or job.mode not in WRITES):
+            remove_empty(made)
+        result = run(job)
+    except ERRORS as error:
+        code = report(error)
+        if isinstance(error, RunError) and not isinstance(error, FolderInUse) and has_checkpoint(folder):
+            echo(f"resume with: {command(override('resume', folder))}")
+        if sweep and not isinstance(error, Interrupted):
+            return FAILED_METRIC
+        raise SystemExit(code) from None
+    except OSError as error:  # a bug; those that reach `cli` are Hydra's
+        traceback.print_exception(error)
+        raise SystemExit(FAILED_EXIT) from None
+    finally:
+        if not sweep:  # whose table lists the jobs that were refused
+            remove_empty(made)
 
-    job_failed = False  # of a sweep, in this process
+    if result.exit_code and not sweep:
+        raise SystemExit(result.exit_code)
+    return result.metric
 
-    def on_run_start(self, config: DictConfig, **_: Any) -> None:
-        try:
-            self._start(config)
-        except (ConfigError, RunError, OmegaConfBaseException) as error:  # the last: hydra.run.dir=${oc.env:UNSET}
-            raise _ended_by(error) from None
-        except Exception as error:  # a bug: Hydra would only warn and start the run
-            traceback.print_exception(error)
-            raise SystemExit(FAILED_EXIT) from None
 
-    def _start(self, composed: DictConfig) -> None:
-        mode = _mode(composed, composed.hydra.overrides.task)
-        config = compose.resolve(composed)
-        HydraConfig.instance().set_config(composed)  # hydra.run.dir may contain ${hydra:…}
-        given = _given_folder(composed)
-        require_text("hydra.run.dir", given, "a folder")
-        require_text("tracking.project", config.tracking.project, "a name")
-        if mode in PREVIEWS:
-            from app.recovery.resume import apply_preview
+def run(job: Job) -> ModeResult:
+    """Check the inputs of a job, and run its mode in its folder."""
+    for note in job.resumption.notes:
+        echo(note)
+    if job.resumption.accuracy is not None:
+        return ModeResult(job.resumption.accuracy)
+    if job.mode not in WRITES:
+        return run_mode(job.mode, job.config, job.given_folder)
 
-            apply_preview(composed)
-            config = compose.resolve(composed)
-        if mode not in WRITES:
-            result = run_mode(mode, config, Path(given))
-            _report(result, None if given == NOT_GIVEN else given)
-            raise SystemExit(result.exit_code)
+    from app.start.output_folder import output_folder
+    from app.start.preflight import preflight
 
-        checkpoint = _apply_resume(composed, config)
-        config = compose.resolve(composed)
+    inputs = preflight(job.config, job.folder, job.resumption.checkpoint)
+    with disk_errors(), output_folder(job, inputs.config):
+        return run_mode(job.mode, inputs.config, job.folder, inputs)
 
-        from app.start.preflight import preflight
 
-        preflight(config, str(composed.hydra.run.dir or ""), checkpoint)
-        composed.steps = config.steps  # of the epochs
+def remove_empty(folder: Path) -> None:
+    """Remove a folder, and its parents below the working directory, as far as they are empty."""
+    here = Path.cwd()
+    if folder == here:
+        return
+    with suppress(OSError):
+        folder.rmdir()
+        for parent in folder.parents:
+            if here not in parent.parents:
+                return
+            parent.rmdir()
+
+
+class SweepEnd(Callback):
+    """Refuses the folder of an earlier sweep; at the end prints a table of the runs and writes their report."""
+
+    failed = False  # whether a job of this process failed
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
-        """Refuse the folder of an earlier sweep, whose jobs would be refused one by one."""
-        from app.recovery.resume import holds_run
-
-        if reports():
-            why = "app.run runs one job; start a sweep from the command line"
-            raise _ended_by(ConfigError("--multirun", "", reason=why))
-
+        """Hydra would refuse nothing, and each job would be refused on its own."""
         try:
             require_writable("hydra.sweep.dir", str(config.hydra.sweep.dir or ""))
-            require_text("tracking.project", config.tracking.project, "a name")
             folder = Path(str(config.hydra.sweep.dir))
             used = folder.is_dir() and any(holds_run(each) for each in folder.iterdir() if each.is_dir())
             expect(not used, "hydra.sweep.dir", folder, "another folder; it already holds the runs of a sweep")
-        except (ConfigError, OmegaConfBaseException) as error:
-            raise _ended_by(error) from None
+        except ERRORS as error:  # Hydra would only warn of an error in a callback
+            raise SystemExit(report(error)) from None
+
+    def on_job_end(self, config: DictConfig, job_return: JobReturn, **_: Any) -> None:
+        self.failed |= job_return._return_value == FAILED_METRIC
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
-        """Print a table of the sweep's runs, and write their report and tables."""
         from app.mode.report import end_sweep
 
         folder = Path(str(config.hydra.sweep.dir))
@@ -111,41 +138,17 @@ class Validate(Callback):
             echo("\n".join(lines))
         elif all(file.name == "multirun.yaml" for file in folder.rglob("*") if file.is_file()):
             shutil.rmtree(folder, ignore_errors=True)  # plans write nothing; the folder and this file are Hydra's
-        if self.job_failed:
+        if self.failed:
             raise SystemExit(FAILED_EXIT)
 
 
-@hydra.main(version_base="1.3", config_path=conf_path(), config_name="config")
-def main(composed: DictConfig) -> float:
-    """Run one job. Errors leave as `SystemExit`, the only exception that Hydra does not touch."""
-    multirun = HydraConfig.get().mode is RunMode.MULTIRUN
-    folder = Path(HydraConfig.get().runtime.output_dir)
-    try:
-        mode = _mode(composed, HydraConfig.get().overrides.task)
-        config = compose.resolve(composed)
-        if multirun:
-            expect(config.resume == "never", "resume", config.resume, "never in a sweep, whose jobs all start anew")
-            if config.mode.trains and config.epochs is not None:
-                from app.start.preflight import preflight
-
-                preflight(config)
-                composed.steps = config.steps
-        result = _run(mode, composed, config, folder)
-    except (RunError, ConfigError) as error:
-        _print_traceback(error)
-        echo(error)
-        if not isinstance(error, FolderInUse):
-            _say_how_to_resume(folder)
-        if multirun and not isinstance(error, Interrupted):
-            Validate.job_failed = True
-            return -math.inf  # the sweep continues; Optuna would end the study on NaN
-        report(RunReport(str(folder), exit_code=exit_code(error), error=error.args))
-        raise SystemExit(exit_code(error)) from None
-
-    _report(result, folder)
-    if result.exit_code and not multirun:
-        raise SystemExit(result.exit_code)
-    return result.metric
+def report(error: Exception) -> int:
+    """Write why the command ends and return its exit code."""
+    if FULL_ERROR_REQUESTED:
+        traceback.print_exception(error)
+    ended = error if isinstance(error, ConfigError | RunError) else compose.config_error(error)
+    echo(ended)
+    return exit_code(ended)
 
 
 def cli() -> None:
@@ -167,87 +170,8 @@ def cli() -> None:
     except BrokenPipeError:  # `--help | head`: nothing more can be written, also not at Python's exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(FAILED_EXIT) from None
-    except (RunError, HydraException, OmegaConfBaseException) as error:  # the first: Hydra could not make the folder
-        raise _ended_by(error) from None
-
-
-def _ended_by(error: RunError | HydraException | OmegaConfBaseException) -> SystemExit:
-    """Write why the command ends before it has run anything, and return its exit."""
-    _print_traceback(error)
-    ended = error if isinstance(error, ConfigError | RunError) else compose.config_error(error)
-    echo(ended)
-    report(RunReport(exit_code=exit_code(ended), error=ended.args))
-    return SystemExit(exit_code(ended))
-
-
-def _print_traceback(error: Exception) -> None:
-    """Write an error's traceback if HYDRA_FULL_ERROR is set. Its sentence follows in any case."""
-    if FULL_ERROR_REQUESTED:
-        traceback.print_exception(error)
-
-
-def _report(result: ModeResult, folder: Path | str | None) -> None:
-    report(RunReport(None if folder is None else str(folder), result.metric, result.exit_code))
-
-
-def _mode(composed: DictConfig, overrides: Sequence[str]) -> Mode:
-    """Return the mode that is run. A preview of `mode=sft` (`mode=sft … mode=plan`) sees the mode that it previews."""
-    mode: Mode = composed.mode
-    if mode in PREVIEWS and f"mode={Mode.sft.name}" in overrides:
-        composed.mode = Mode.sft
-    return mode
-
-
-def _run(mode: Mode, composed: DictConfig, config: RunConfig, folder: Path) -> ModeResult:
-    """Run the mode, in its folder if it writes."""
-    if mode not in WRITES:
-        return run_mode(mode, config, folder)
-
-    from app.start.output_folder import output_folder
-
-    with disk_errors(), output_folder(composed, config, folder):
-        return run_mode(mode, config, folder)
-
-
-def _apply_resume(composed: DictConfig, config: RunConfig) -> Path | None:
-    """Take over the configuration of the run that `resume=` names; exit when a run to resume has no step left.
-
-    Returns:
-        The checkpoint to start from, if there is one.
-    """
-    from app.recovery import resume
-
-    if config.mode.trains:
-        resumption = resume.apply_resume(composed)
-    elif config.mode is Mode.eval:
-        resumption = resume.apply_evaluation(composed)
-    else:
-        expect(config.resume == resume.NEVER, "resume", config.resume, f"never with mode={config.mode.name}")
-        resume.require_unused(Path(str(composed.hydra.run.dir)))
-        return None
-
-    for note in resumption.notes:
-        echo(note)
-    if resumption.finished:
-        _report(ModeResult(resumption.accuracy), str(composed.hydra.run.dir))
-        raise SystemExit(0)
-    return resumption.checkpoint
-
-
-def _say_how_to_resume(folder: Path) -> None:
-    from app.checkpoint.folder import FOLDER, LATEST
-
-    if (folder / FOLDER / LATEST).exists():
-        echo(f"resume with: {command(override('resume', folder))}")
-
-
-def require_text(key: str, value: str | None, accepted: str) -> None:
-    """Raise `ConfigError` for an empty value, which a shell makes of an unset variable: `hydra.run.dir=$DIR`."""
-    expect(bool(str(value or "").strip()), key, value, f"{accepted}; the value is empty")
-
-
-def _given_folder(composed: DictConfig) -> str:
-    """Return `hydra.run.dir` as given. The default names the folder of a new run, so it counts as not given."""
-    run: Any = OmegaConf.to_container(composed.hydra.run, resolve=False)
-    given = str(run["dir"] or "")
-    return NOT_GIVEN if "${" in given else given
+    except ERRORS as error:
+        raise SystemExit(report(error)) from None
+    except OSError as error:
+        unwritable = ConfigError("hydra.run.dir", error.filename, "a folder that can be written", error.strerror or "")
+        raise SystemExit(report(unwritable)) from None

@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from app.checkpoint.folder import FOLDER, LATEST
 from app.checkpoint.run_state import RunState, write_state
 from app.main import conf_path
-from app.recovery.resume import SAVED
+from app.recovery.saved_config import SAVED
 from tests.warm import run_warm
 
 ROOT = Path(__file__).parent.parent

@@ -7,7 +7,7 @@ from pathlib import Path
 
 APP = Path(__file__).parent.parent / "app"
 FLOORS = (  # from the ground up; packages of one floor never import each other
-    ("types", "errors", "run_report"),
+    ("types", "errors"),
     ("config", "protocols", "utils"),
     ("stop", "worker"),
     ("algorithm", "data", "device", "environment", "reward", "tracking"),
@@ -19,7 +19,7 @@ FLOORS = (  # from the ground up; packages of one floor never import each other
     ("start",),
     ("mode",),
     ("main",),
-    ("__main__", "command"),
+    ("__main__",),
     ("cpu_engine",),
 )
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}

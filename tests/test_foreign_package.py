@@ -55,6 +55,13 @@ def posttrain(*arguments: str, cwd: Path, code: str = CONSOLE_SCRIPT) -> subproc
     )
 
 
+def test_the_public_names_import_no_heavy_library() -> None:
+    names = "import sys, app; [getattr(app, name) for name in app.__all__]"
+    heavy = "print(sorted({'torch', 'sglang', 'ray', 'transformers'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", f"{names}; {heavy}"], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "[]\n", done.stderr
+
+
 def test_the_plan_does_not_import_it(cwd: Path) -> None:
     result = posttrain("mode=plan", cwd=cwd)
     assert result.returncode == 0, result.stderr

@@ -1,16 +1,13 @@
-"""Command-line arguments: their order, those in another program's style, and completion of settings with named values.
-
-Hydra's parser would answer `--steps=5`, `--model x` and an option between two settings with its usage, a missing
-bracket with its grammar, and its completion plugins offer `mode=Mode.train` alone.
-"""
+"""Words of the command line that Hydra's parser would answer with its usage or its grammar, and named completions."""
 
 import re
 import shlex
+from argparse import Action
 from collections import deque
 from collections.abc import Sequence
 from enum import Enum
-from pathlib import Path
 
+from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
@@ -18,33 +15,21 @@ from app.config import foreign_names
 from app.config.command_line import override
 from app.config.run import SECTIONS, Mode, RunConfig
 from app.config.setting import settings
-from app.errors import ConfigError
+from app.errors import ConfigError, expect
 
-# Hydra's options: those that stand alone, those with a value, and their short names.
-FLAGS = ("--help", "--hydra-help", "--version", "--resolve", "--run", "--multirun", "--shell-completion")
-VALUED = ("--cfg", "--package", "--config-path", "--config-name", "--config-dir", "--experimental-rerun", "--info")
-OPTIONS = (*FLAGS, *VALUED)
-SHORT = {
-    "-h": "--help",
-    "-r": "--run",
-    "-m": "--multirun",
-    "-sc": "--shell-completion",
-    "-c": "--cfg",
-    "-p": "--package",
-    "-cp": "--config-path",
-    "-cn": "--config-name",
-    "-cd": "--config-dir",
-    "-i": "--info",
-}
-OPTION_CHOICES = {
-    "--cfg": ("job", "hydra", "all"),
-    "--info": ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath"),
-}
-GROUPS = ("algorithm", "data", "device", "environment", "experiment", "model", "placement", "reward", "tracking")
-WITHOUT_PRESET = ("experiment", "sweep")  # groups of which nothing is chosen by default
-FILES = (".csv", ".gz", ".json", ".jsonl", ".parquet")
-PATHS = {"data": "data.path={}", "model": "model=hf model.path={}"}  # groups that a path or a hub id is often given to
-
+OPTIONS = {name: action for action in get_args_parser()._actions for name in action.option_strings}
+GROUPS = (
+    "algorithm",
+    "data",
+    "device",
+    "environment",
+    "experiment",
+    "model",
+    "placement",
+    "reward",
+    "tracking",
+    "sweep",
+)
 BEYOND_ASCII = re.compile(r"""[^\s,:\[\]{}"']*[^\x00-\x7f][^\s,:\[\]{}"']*""")  # words
 
 
@@ -72,26 +57,36 @@ def check_arguments(arguments: Sequence[str]) -> list[str]:
     words = deque(arguments)
     while words:
         word = words.popleft()
-        name, equals, _ = word.partition("=")
-        name = SHORT.get(name, name)
+        name, equals, value = word.partition("=")
+        option = OPTIONS.get(name)
 
         if with_help and word in names:
             overrides.append(f"hydra.help.template='${{settings_help:{word}}}'")
-        elif not word.strip("-+~"):
-            raise ConfigError(word or "an empty argument", "", reason="leave it out")
-        elif name in VALUED:
-            options += _with_value(name, word, words)
-        elif name in FLAGS and not equals:
-            options.append(name)
+        elif option is not None and (option.nargs != 0 or not equals):
+            options += _with_value(option, word, value, words)
         elif word.startswith("-") or ("=" not in word and not word.startswith("~")):
-            raise _not_an_override(word, words[0] if words else None)
+            raise ConfigError(word, "", reason=_instead(word, words[0] if words else ""))
         else:
-            overrides.append(_checked_override(word))
+            overrides.append(_readable(word))
     return [*overrides, *options]
+
+
+def _with_value(option: Action, word: str, value: str, words: deque[str]) -> list[str]:
+    """Return an option's name and its value, taken from the words that follow if there is none in this one."""
+    choices = [str(each) for each in option.choices or ()]
+    follows = bool(words) and not words[0].startswith("-") and (option.nargs is None or words[0] in choices)
+    if follows and not value:
+        value = words.popleft()
+    known = not choices or value in choices or (option.nargs == "?" and not value)
+    needed = option.nargs is None and not value
+    expect(known and not needed, word, "", f"one of {', '.join(choices)}" if choices else "a value")
+    return [option.option_strings[0], *filter(None, [value])]
 
 
 def named_values(line: str) -> list[str]:
     """Return the completions of the last word of a command line that sets a setting with named values.
+
+    Hydra's own completion offers `mode=Mode.train`.
 
     >>> named_values("posttrain steps=3 mode=e")
     ['mode=eval', 'mode=export']
@@ -104,123 +99,49 @@ def named_values(line: str) -> list[str]:
     return [choice for name in type(default).__members__ if (choice := f"{key}={name}").startswith(word)]
 
 
-def _with_value(option: str, word: str, words: deque[str]) -> list[str]:
-    """The option's name and its value, which is taken from the words that follow if it is not in this one."""
-    choices = OPTION_CHOICES.get(option, ())
-    _, equals, value = word.partition("=")
-    if not equals and option == "--info" and (not words or words[0] not in choices):
-        return [option]
-
-    if not equals and words and not words[0].startswith("-"):
-        value = words.popleft()
-    if not value or (choices and value not in choices):
-        raise ConfigError(f"{option} {value}".strip(), "", f"one of {', '.join(choices)}" if choices else "a value")
-    return [option, value]
-
-
-def _not_an_override(word: str, following: str | None) -> ConfigError:
-    """Return the error of a word that is neither an option nor an override, with what to write instead."""
-    if following is not None and (following.startswith("-") or "=" in following):
-        following = None
-
-    key, equals, value = word.lstrip("-").partition("=")
+def _instead(word: str, following: str) -> str:
+    """Return what to write in place of a word that is neither an option nor an override."""
+    if word in Mode.__members__:
+        return f"write mode={word}"
+    key, _, value = word.lstrip("-").replace(":", "=").partition("=")
     if f"--{key}" in OPTIONS:
-        behind = f" {following}" if following and f"--{key}" in VALUED else ""
-        return ConfigError(word + behind, "", reason=f"write --{key}{behind}")
-
-    if started := [option for option in OPTIONS if option.startswith(word)]:
-        return ConfigError(word, "", f"one of {', '.join(started)}")
-
-    if word in Mode.__members__ and (following is None or following in Mode.__members__):
-        return ConfigError(word, "", reason=f"write mode={word}")
-
-    if not equals and ":" in key:
-        key, _, value = key.partition(":")
-    if value:
-        return ConfigError(word, "", reason=_answer(key, value))
-
-    shown = word if following is None else f"{word} {following}"
-    return ConfigError(shown, "", reason=_answer(key, following or foreign_names.VALUE))
+        return f"write --{key}"
+    if not value and following and not following.startswith("-") and "=" not in following:
+        value = following
+    known = key in {each.key for each in settings(RunConfig)}
+    value = value or foreign_names.VALUE
+    return (None if known else foreign_names.answer(key, value)) or f"write {key}={value}"
 
 
-def _answer(key: str, value: str) -> str:
-    """What to write for a setting, which may be one that another program calls `key`."""
-    names = {each.key for each in settings(RunConfig)}
-    other = None if key in names else foreign_names.answer(key, value)
-    return other or f"write {key}={value}"
-
-
-def _checked_override(word: str) -> str:
+def _readable(word: str) -> str:
     """Return an override, quoted where it is text that Hydra cannot read without: `data.answer_after=####`.
 
     Raises:
-        ConfigError: Hydra cannot read it, or it deletes a setting of the schema.
+        ConfigError: Hydra cannot read it, it deletes a setting, or gives several presets of a group.
     """
     key, _, value = word.lstrip("+~").partition("=")
-    if not key:
-        raise ConfigError(word, "", reason=f"write <key>={value}")
-
     declared = next((each for each in settings(RunConfig) if each.key == key), None)
     if word.startswith("~") and declared and not isinstance(declared.default, dict):
         raise ConfigError(word, "", reason=f"a setting cannot be deleted; write {key}=<value>")
 
-    try:
-        parsed = OverridesParser.create().parse_override(word)
-    except HydraException as error:
-        quoted = shlex.split(override(key, value))[0]
-        if declared and declared.accepted.endswith("text") and _is_readable(quoted):
-            return quoted
-        # Hydra 1.3 reads letters beyond ASCII between quotes only, also where they are in a list
-        worded = word.removesuffix(value) + BEYOND_ASCII.sub(r'"\g<0>"', value)
-        if worded != word and (declared or "." in key) and _is_readable(worded):
-            return worded
-        raise _unreadable(word, str(error)) from None
+    quoted = shlex.split(override(key, value))[0]
+    # Hydra 1.3 reads letters beyond ASCII between quotes only, also where they are in a list
+    worded = word.removesuffix(value) + BEYOND_ASCII.sub(r'"\g<0>"', value)
+    candidates = [word, quoted] if declared and declared.accepted.endswith("text") else [word]
+    if worded != word and (declared or "." in key):
+        candidates.append(worded)
+    problem = ""
+    for candidate in candidates:
+        try:
+            parsed = OverridesParser.create().parse_override(candidate)
+        except HydraException as error:
+            problem = problem or str(error).splitlines()[0]
+            continue
 
-    if key in (*GROUPS, "sweep") and not word.startswith("~") and not parsed.is_sweep_override():
-        _check_choice(key, value, parsed.value())
-    return word
-
-
-def _check_choice(group: str, text: str, value: object) -> None:
-    """Raise `ConfigError` if the choice of a group is no name of a preset. Hydra takes lists, and fails on the rest."""
-    if isinstance(value, str):
-        if group in PATHS and ("/" in text or (group == "data" and Path(text).suffix in FILES)):
-            raise ConfigError(group, text, "the name of a preset", f"your own is {PATHS[group].format(text)}")
-        return
-    if isinstance(value, dict) and value:
-        return  # settings of a section: Hydra's answer is condensed later
-
-    if value is None and group in WITHOUT_PRESET:
-        raise ConfigError(group, text, reason=f"leave it out: there is no {group} by default")
-    if group == "tracking" and isinstance(value, list):
-        raise ConfigError(group, text, reason=f"write tracking.use={text}")
+        # Hydra composes all presets of a list, one over the other.
+        several = key in GROUPS and isinstance(parsed.value(), list) and not parsed.is_sweep_override()
+        expect(not several, key, value, "one preset, or add -m for a sweep of several, without brackets")
+        return candidate
     raise ConfigError(
-        group, text, "the name of one preset", "add -m for a sweep over several" * isinstance(value, list)
+        key or word, value.replace("\n", " "), reason=f"{problem}; quote text for the shell and for Hydra"
     )
-
-
-def _unreadable(word: str, problem: str) -> ConfigError:
-    """Return the error of an override that Hydra cannot read, with how to write it; `problem` is Hydra's message."""
-    if "while evaluating" in problem:  # a function: choice(1,2), range(1,3), int(x)
-        return ConfigError(word, "", reason=problem.splitlines()[0])
-
-    key, _, value = word.partition("=")
-    if "\n" in word:
-        return ConfigError(key, "…", reason=f"quote its lines for the shell and for Hydra, '{key}=\"…\"'")
-
-    quoted = override(key, value)
-    for text in (value.strip("=,"), *(value + closing for closing in "]})")):
-        if _is_readable(f"{key}={text}"):
-            quoted = shlex.quote(f"{key}={text}")
-            break
-    if not _is_readable(shlex.split(quoted)[0]):
-        return ConfigError(word, "", reason=f"write key=value; {key} cannot be the name of a setting")
-    return ConfigError(word, "", reason=f"write {quoted}")
-
-
-def _is_readable(word: str) -> bool:
-    try:
-        OverridesParser.create().parse_override(word)
-    except HydraException:
-        return False
-    return True

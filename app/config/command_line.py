@@ -3,12 +3,11 @@
 import re
 import shlex
 import sys
+from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import OmegaConf
 
 DISTRIBUTION = "hydra-posttrain"
 CONSOLE_SCRIPT = "posttrain"
@@ -40,8 +39,12 @@ def given_settings() -> list[str]:
     """Return the names of the settings on the command line of this process; none where Hydra has read none."""
     if not HydraConfig.initialized():
         return []
-    overrides: Any = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
-    return [each.lstrip("+~").partition("=")[0] for each in overrides]
+    return names_of(HydraConfig.get().overrides.task)
+
+
+def names_of(overrides: Iterable[object]) -> list[str]:
+    """Return the settings and groups that overrides are of."""
+    return [str(each).lstrip("+~").partition("=")[0] for each in overrides]
 
 
 def versions() -> str:

@@ -170,14 +170,9 @@ class RunConfig:
     def validate(self) -> None:
         """Raise `ConfigError` with one sentence on the first setting that cannot be run."""
         check_bounds(self)
-
-        self.model.validate()
-        self.data.validate()
-        self.reward.validate()
-        self.environment.validate()
-        self.algorithm.validate()
-        self.placement.validate()
-        self.rollout.validate()
+        sections = (self.model, self.data, self.reward, self.environment, self.algorithm, self.placement, self.rollout)
+        for section in sections:
+            section.validate()
         check_engine_flags("device.engine_args", self.device.engine_args, self.device.kind)
         check_engine_flags("rollout.engine_args", self.rollout.engine_args, self.device.kind)
         self.teacher.validate(
@@ -186,15 +181,7 @@ class RunConfig:
             policy=self.model,
             device=self.device.kind,
         )
-        accepted = "null with an environment, whose episodes have no answer to hold"
-        single_turn = self.teacher.prompt is None or not self.environment.multi_turn
-        expect(single_turn, "teacher.prompt", self.teacher.prompt, accepted)
-        bare = self.model.lora.path is None or self.mode is not Mode.eval or self.resume != "never"
-        accepted = "null with mode=eval: evaluate what mode=export merges"
-        expect(bare, "model.lora.path", self.model.lora.path, accepted)
         self.eval.validate()
-        for key in self.stop.given:
-            expect(self.eval.every > 0, "eval.every", 0, f"the steps between evaluations, which {key} compares")
         self.tracking.validate()
         if self.model.lora.enabled:
             self.weight_sync.validate_for_adapters()
@@ -205,79 +192,67 @@ class RunConfig:
         )
         transport_of(self.weight_sync, shared_devices=self.shared_devices, device=self.device.kind)
 
-        self._validate_demonstrations()
-        self._validate_tools()
+        if self.mode is Mode.sft:
+            self._validate_demonstrations()
         self._validate_devices()
-        self._validate_stream()
         self._validate_tasks()
-        compares = self.reward.needs_answer
-        why = f"a field of the rows with reward={compares}, which compares with it; or a reward of your own"
-        # the answer is the reply of a demonstration; without rewards there need be none
-        unneeded = self.mode is Mode.sft or self.algorithm.reward_coefficient == 0
-        answered = self.data.answer is not None or unneeded
-        expect(answered or compares is None, "data.answer", None, why)
-        negative = [name for name, term in self.reward.terms().items() if term.weight < 0]
-        why = "another one with a negative weight in reward.components: it needs rewards of at least 0"
-        expect(self.algorithm.advantage != "maxrl" or not negative, "algorithm.advantage", "maxrl", why)
-        scored = self.environment.scores or "environment" not in self.reward.components
-        why = f"another reward with {self.environment.choice}, which has no score of its own"
-        expect(scored, "reward", "environment", why)
+        self._validate_rewards()
 
     def _validate_demonstrations(self) -> None:
-        if self.mode is not Mode.sft:
-            return
-        algorithm, data = self.algorithm, self.data
-        kind = self.placement.kind
-        accepted = "colocate with mode=sft, which has engines for its evaluations only"
-        expect(kind is PlacementKind.colocate, "placement", kind, accepted)
-        expect(not self.environment.multi_turn, "environment", self.environment.choice, "single_turn with mode=sft")
-        accepted = "null with mode=sft, which imitates the rows of data.path"
-        expect(data.demonstrations is None, "data.demonstrations", data.demonstrations, accepted)
-        accepted = "1 with mode=sft, whose loss has no other component"
-        expect(algorithm.ce_coefficient == 1, "algorithm.ce_coefficient", algorithm.ce_coefficient, accepted)
-        accepted = "null with mode=sft, which samples nothing that a teacher could score"
+        placement, choice = self.placement.kind, self.environment.choice
+        sampled = "with mode=sft, which samples nothing"
+        expect(placement is PlacementKind.colocate, "placement", placement, "colocate with mode=sft")
+        expect(not self.environment.multi_turn, "environment", choice, "single_turn with mode=sft")
+        imitated, weight = self.data.demonstrations, self.algorithm.ce_coefficient
+        expect(imitated is None, "data.demonstrations", imitated, "null with mode=sft, which imitates data.path")
+        expect(weight == 1, "algorithm.ce_coefficient", weight, "1 with mode=sft, whose loss has no other component")
         for key, value in self.teacher.given_by.items():
-            expect(False, key, value, accepted)
-        accepted = "none with mode=sft, which is no reinforcement"
-        expect(not algorithm.needs_reference, "algorithm.kl", algorithm.kl, accepted)
-
-    def _validate_tools(self) -> None:
-        """An environment renders its own tools."""
-        given, choice = self.data.tools, self.environment.choice
-        accepted = f"null with {choice}, which names the tools; data.tools is for single turns and demonstrations"
-        expect(given is None or not self.environment.multi_turn, "data.tools", given, accepted)
+            expect(False, key, value, f"null {sampled}")
+        expect(not self.algorithm.needs_reference, "algorithm.kl", self.algorithm.kl, f"none {sampled}")
 
     def _validate_devices(self) -> None:
         colocated = self.placement.kind is PlacementKind.colocate
+        devices, width = self.placement.engine_devices, self.rollout.tensor_parallel
         key = "placement.devices" if colocated else "placement.rollout_devices"
-        devices = self.placement.engine_devices
-        width = self.rollout.tensor_parallel
-        fitting = math.gcd(devices, width)
-        accepted = f"a divisor of {key}={devices}, such as {fitting}"
+        accepted = f"a divisor of {key}={devices}, such as {math.gcd(devices, width)}"
         expect(devices % width == 0, "rollout.tensor_parallel", width, accepted)
 
+        streams = not colocated and self.algorithm.updates_per_step == 1
+        accepted = "auto or off, but with placement=fully_async and algorithm.updates_per_step=1"
+        expect(streams or self.placement.stream is not Stream.on, "placement.stream", self.placement.stream, accepted)
+        for key in self.stop.given:
+            expect(self.eval.every > 0, "eval.every", 0, f"the steps between evaluations, which {key} compares")
+
     def _validate_tasks(self) -> None:
-        kind = self.environment.kind
-        data = self.data
-        if kind is not EnvironmentKind.verifiers:
-            accepted = f"that of other rows with {self.environment.choice}, which has no tasks of its own"
-            expect(not data.from_environment, "data.name", data.name, accepted)
-            return
+        data, choice, turns = self.data, self.environment.choice, self.environment.multi_turn
+        expect(data.tools is None or not turns, "data.tools", data.tools, f"null with {choice}, which names the tools")
+        prompt = self.teacher.prompt
+        expect(
+            prompt is None or not turns, "teacher.prompt", prompt, f"null with {choice}: its episodes have no answer"
+        )
 
-        accepted = f"data=environment with environment={kind.value}, whose tasks are the rows, and no others"
-        expect(data.from_environment, "data.name", data.name, accepted)
-        expect(data.eval_path is None, "data.eval_path", data.eval_path, f"null: {accepted}")
-        expect(not data.eval_sets, "data.eval_sets", list(data.eval_sets), f"{{}}: {accepted}")
+        lists = self.environment.kind is EnvironmentKind.verifiers  # the tasks of the run
+        accepted = f"{'environment' if lists else 'that of other rows'} with {choice}"
+        expect(data.from_environment is lists, "data.name", data.name, accepted)
+        expect(not lists or data.eval_path is None, "data.eval_path", data.eval_path, f"null with {choice}")
+        expect(not lists or not data.eval_sets, "data.eval_sets", list(data.eval_sets), f"{{}} with {choice}")
 
-    def _validate_stream(self) -> None:
-        if self.placement.stream is not Stream.on:
-            return
+    def _validate_rewards(self) -> None:
+        path = self.model.lora.path
+        merged = path is None or self.mode is not Mode.eval or self.resume != "never"
+        expect(merged, "model.lora.path", path, "null with mode=eval: evaluate what mode=export merges")
 
-        updates = self.algorithm.updates_per_step
-        accepted = f"auto or off with algorithm.updates_per_step={updates}"
-        expect(updates == 1, "placement.stream", self.placement.stream, accepted)
-        accepted = "auto or off with placement=colocate"
-        expect(self.placement.kind is PlacementKind.fully_async, "placement.stream", self.placement.stream, accepted)
+        compares = self.reward.needs_answer
+        # the answer is the reply of a demonstration; without rewards there need be none
+        unneeded = self.mode is Mode.sft or self.algorithm.reward_coefficient == 0
+        accepted = f"a field of the rows with reward={compares}, which compares with it; or a reward of your own"
+        expect(compares is None or self.data.answer is not None or unneeded, "data.answer", None, accepted)
+        negative = any(term.weight < 0 for term in self.reward.terms().values())
+        accepted = "another one with a negative weight in reward.components: it needs rewards of at least 0"
+        expect(self.algorithm.advantage != "maxrl" or not negative, "algorithm.advantage", "maxrl", accepted)
+        scored = self.environment.scores or "environment" not in self.reward.components
+        accepted = f"another reward with {self.environment.choice}, which has no score of its own"
+        expect(scored, "reward", "environment", accepted)
 
 
 SECTIONS = tuple(each.name for each in fields(RunConfig) if is_dataclass(each.type))

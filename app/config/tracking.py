@@ -34,6 +34,7 @@ class TrackingConfig:
 
     def validate(self) -> None:
         """Raise `ConfigError` for an unknown tracker, one that is named twice, or arguments without one of your own."""
+        expect(bool(self.project.strip()), "tracking.project", self.project, "a name")
         for name in self.use:
             expect(name in TRACKERS or is_dotted_path(name), "tracking.use", name, ACCEPTED)
             expect(self.use.count(name) == 1, "tracking.use", self.use, f"each tracker once; {name} is repeated")

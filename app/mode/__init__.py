@@ -3,31 +3,31 @@
 import importlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from app.config import Mode, RunConfig
-
-NOT_GIVEN = "<not given>"  # instead of a folder, where the command line names none
 
 
 @dataclass(frozen=True, slots=True)
 class ModeResult:
-    """What a mode returns: the value that a sweep optimizes, and the process's exit code."""
+    """The value that a sweep optimizes, and the exit code of the process."""
 
     metric: float = 0.0
     exit_code: int = 0
 
 
-WRITES = {Mode.train, Mode.sft, Mode.eval, Mode.parity}  # get a folder of their own
-PREVIEWS = {Mode.plan, Mode.doctor}  # of a run with the same settings
+WRITES = {Mode.train, Mode.sft, Mode.eval, Mode.parity}  # get a folder of their own, and checked inputs
 
 
-def run_mode(mode: Mode, config: RunConfig, folder: Path) -> ModeResult:
+def run_mode(mode: Mode, config: RunConfig, folder: Path | None, *inputs: Any) -> ModeResult:
     """Run a mode: its module is imported here, since plan must load neither torch nor Ray.
 
-    A mode that does not write runs before Hydra makes a folder: `folder` is the run that `hydra.run.dir` names.
+    Args:
+        folder: Of the run. A mode that does not write gets what `hydra.run.dir` names, or None.
+        inputs: The `RunInputs` of a mode that writes.
 
     Raises:
         ConfigError, RunError: By the mode.
     """
-    result: ModeResult = importlib.import_module(f"app.mode.{mode.value}").run(config, folder)
+    result: ModeResult = importlib.import_module(f"app.mode.{mode.value}").run(config, folder, *inputs)
     return result

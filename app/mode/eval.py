@@ -18,7 +18,7 @@ from app.eval import evaluate
 from app.mode import ModeResult
 from app.mode.export import source_of
 from app.placement.watchdog import watchdog
-from app.recovery.resume import NEVER, evaluated
+from app.start.inputs import RunInputs
 from app.start.session import start_rollout_workers
 from app.tracking.recorder import RunFolderRecorder
 from app.utils import files
@@ -27,17 +27,17 @@ from app.utils.tasks import run_to_end, until_signal
 WEIGHTS = "model"  # in the evaluation's folder while it runs: the exported checkpoint
 
 
-def run(config: RunConfig, folder: Path) -> ModeResult:
+def run(config: RunConfig, folder: Path, inputs: RunInputs) -> ModeResult:
     """Evaluate the checkpoint of `resume=`, or else the model; the metric is the mean accuracy over the sets."""
     with RunFolderRecorder(config, folder) as recorder:
-        return ModeResult(asyncio.run(until_signal(_evaluate(config, folder, recorder))))
+        return ModeResult(asyncio.run(until_signal(_evaluate(config, folder, inputs, recorder))))
 
 
-async def _evaluate(config: RunConfig, folder: Path, recorder: RunFolderRecorder) -> float:
+async def _evaluate(config: RunConfig, folder: Path, inputs: RunInputs, recorder: RunFolderRecorder) -> float:
     device = device_of(config.device.kind)
     async with (
-        subject_of(config, folder, recorder) as (step, weights),
-        start_rollout_workers(config, device, folder, recorder, weights=weights) as workers,
+        subject_of(config, folder, inputs.checkpoint, recorder) as (step, weights),
+        start_rollout_workers(config, device, folder, inputs, recorder, weights=weights) as workers,
     ):
         await workers.start_engines()
         async with workers.supervisor.monitor(), watchdog(workers.rollouter, workers.pool, config, folder):
@@ -49,13 +49,13 @@ async def _evaluate(config: RunConfig, folder: Path, recorder: RunFolderRecorder
 
 @asynccontextmanager
 async def subject_of(
-    config: RunConfig, folder: Path, recorder: RunFolderRecorder
+    config: RunConfig, folder: Path, checkpoint: Path | None, recorder: RunFolderRecorder
 ) -> AsyncIterator[tuple[int, Path | None]]:
     """Record what is evaluated. A checkpoint is exported to `model/` in `folder`, and the export deleted afterwards.
 
     Yields the step of the checkpoint and its export; for the model of `model=`, 0 and None.
     """
-    if config.resume == NEVER:
+    if checkpoint is None:
         model = str(config.model.path)
         recorder.note(f"evaluating {model}", {"evaluated/model": model})
         yield 0, None
@@ -63,7 +63,6 @@ async def subject_of(
 
     servers = config.rollout.urls
     expect(not servers, "rollout.urls", servers, "[] with resume=…: running servers keep the weights that they have")
-    _, checkpoint = evaluated(config.resume)
     state = read_state(checkpoint)
     recorder.note(
         f"evaluating step {state.step}: {checkpoint}",

@@ -8,21 +8,21 @@ from app.checkpoint.folder import find, list_checkpoints
 from app.checkpoint.run_state import RunState, lora_of, read_state, require_model
 from app.config import RunConfig
 from app.config.device import Dtype
-from app.errors import ConfigError, echo, expect
-from app.mode import NOT_GIVEN, ModeResult
+from app.errors import ConfigError, echo
+from app.mode import ModeResult
 from app.model.hf_directory import identity, locate
 from app.model.lora.base_weights import require_targets
 from app.recovery.run_lock import run_lock
 
 
-def run(config: RunConfig, folder: Path) -> ModeResult:
+def run(config: RunConfig, folder: Path | None) -> ModeResult:
     """Export the run in `folder`, or the checkpoint of `resume=`, or `model.lora.path` merged, and print where to."""
     merges = config.model.lora.path is not None and config.resume == "never"
     echo(str((merge_adapter if merges else export_run)(config, folder)))
     return ModeResult()
 
 
-def export_run(config: RunConfig, folder: Path) -> Path:
+def export_run(config: RunConfig, folder: Path | None) -> Path:
     """Export the checkpoint at `resume=<path>`, or else the latest one of the run in `folder`.
 
     Returns:
@@ -45,7 +45,7 @@ def export_run(config: RunConfig, folder: Path) -> Path:
         return export_checkpoint(checkpoint, source, run / FOLDER)
 
 
-def merge_adapter(config: RunConfig, folder: Path) -> Path:
+def merge_adapter(config: RunConfig, folder: Path | None) -> Path:
     """Write the model of `model.path` with the adapter of `model.lora.path` merged into it, a model to start from.
 
     Returns:
@@ -54,9 +54,10 @@ def merge_adapter(config: RunConfig, folder: Path) -> Path:
     Raises:
         ConfigError: The folder is not given or has an export, or the adapter is of another model.
     """
+    accepted = f"a folder without {FOLDER}/ for the merged model"
+    if folder is None or (folder / FOLDER).exists():
+        raise ConfigError("hydra.run.dir", folder, accepted)
     out = folder / FOLDER
-    new = str(folder) != NOT_GIVEN and not out.exists()
-    expect(new, "hydra.run.dir", folder, f"a folder without {FOLDER}/ for the merged model")
     source, lora = locate(config.model), config.model.lora
     require_targets(source, lora)
 
@@ -73,16 +74,15 @@ def merge_adapter(config: RunConfig, folder: Path) -> Path:
     return out
 
 
-def _find_checkpoint(config: RunConfig, folder: Path) -> Path:
-    key, value = "hydra.run.dir", str(folder)
+def _find_checkpoint(config: RunConfig, folder: Path | None) -> Path:
+    key, path = "hydra.run.dir", folder
     if config.resume not in ("auto", "never"):
-        key, value = "resume", config.resume
+        key, path = "resume", Path(config.resume).expanduser()
 
-    path = Path(value).expanduser()
-    checkpoint = find(path)
+    checkpoint = None if path is None else find(path)
     if checkpoint is None:
         accepted = "the folder of a run that has checkpoints, or resume=<path> of one of them"
-        raise ConfigError(key, value, accepted, list_checkpoints(path))
+        raise ConfigError(key, path, accepted, "" if path is None else list_checkpoints(path))
     return checkpoint
 
 

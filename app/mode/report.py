@@ -10,7 +10,7 @@ from pathlib import Path
 from app.config import RunConfig
 from app.config.resolvers import RUN_ID
 from app.errors import ConfigError, echo, expect
-from app.mode import NOT_GIVEN, ModeResult
+from app.mode import ModeResult
 from app.recovery.run_lock import FolderInUse, run_lock
 from app.tracking.report.comparison import compare, run_table, screen, seed_table
 from app.tracking.report.data import find_runs, read_run
@@ -22,14 +22,14 @@ RUNS = "runs.csv"
 SEEDS = "seeds.csv"
 
 
-def run(config: RunConfig, folder: Path) -> ModeResult:
+def run(config: RunConfig, folder: Path | None) -> ModeResult:
     """Write the report and print its path, and the tables of a comparison. Raises `ConfigError` without any run."""
     if config.tracking.compare:
         echo("\n".join(_comparison(config.tracking.compare, folder)))
         return ModeResult()
 
-    runs = find_runs(folder)
-    if not runs:
+    runs = [] if folder is None else find_runs(folder)
+    if folder is None or not runs:
         accepted = "a run's or a sweep's folder, or list runs in tracking.compare"
         raise ConfigError("hydra.run.dir", folder, accepted, "a report needs at least one run folder")
 
@@ -45,7 +45,7 @@ def _report_of_run(folder: Path) -> Path:
         return write_report(folder, folder.with_name(f"{folder.name}.{NAME}"))
 
 
-def _comparison(compared: Sequence[str], folder: Path) -> list[str]:
+def _comparison(compared: Sequence[str], folder: Path | None) -> list[str]:
     """Compare the runs in these folders. The files go to `folder`, or to a new folder if none was given.
 
     Returns:
@@ -57,7 +57,7 @@ def _comparison(compared: Sequence[str], folder: Path) -> list[str]:
         expect(bool(found), "tracking.compare", each, "folders of runs; it holds none")
         runs.update({run.resolve(): run for run in found})
 
-    if str(folder) == NOT_GIVEN:
+    if folder is None:
         folder = COMPARISONS / f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{RUN_ID}"
     expect(find_runs(folder) != [folder], "hydra.run.dir", folder, "a folder that is not a run's, for the comparison")
     return write_comparison(list(runs.values()), folder)

@@ -40,9 +40,10 @@ from app.placement.controller import PlacementController
 from app.placement.fully_async import FullyAsync
 from app.placement.time_sharing import TimeSharing
 from app.protocols import Trainer
-from app.recovery.resume import checkpoint_of
+from app.recovery.resume import AUTO, NEVER, locate
 from app.recovery.retrying_sync import RetryingWeightSync
 from app.start.idle_settings import idle_settings
+from app.start.inputs import RunInputs
 from app.start.output_folder import kept_in
 from app.start.session import RolloutWorkers, TrainerWorkers, start_rollout_workers, start_trainer_workers
 from app.tracking.recorder import RunFolderRecorder
@@ -55,7 +56,9 @@ CONTROLLERS: dict[PlacementKind, type[PlacementController]] = {
 }
 
 
-def run(config: RunConfig, folder: Path, schedule: type[PlacementController] | None = None) -> ModeResult:
+def run(
+    config: RunConfig, folder: Path, inputs: RunInputs, schedule: type[PlacementController] | None = None
+) -> ModeResult:
     """Train to the last step; the metric is the last evaluation's accuracy.
 
     Args:
@@ -65,7 +68,7 @@ def run(config: RunConfig, folder: Path, schedule: type[PlacementController] | N
         warn = partial(recorder.warn, second_signal(config))
         finished = False
         try:
-            asyncio.run(until_signal(_train(config, folder, recorder, schedule), on_second=warn))
+            asyncio.run(until_signal(_train(config, folder, inputs, recorder, schedule), on_second=warn))
             finished = True
         finally:
             exported = finished and config.checkpoint.export
@@ -89,12 +92,16 @@ def second_signal(config: RunConfig) -> str:
 
 
 async def _train(
-    config: RunConfig, folder: Path, recorder: RunFolderRecorder, schedule: type[PlacementController] | None
+    config: RunConfig,
+    folder: Path,
+    inputs: RunInputs,
+    recorder: RunFolderRecorder,
+    schedule: type[PlacementController] | None,
 ) -> None:
     device = device_of(config.device.kind)
     for sentence in idle_settings(config, given_settings()):
         recorder.warn(sentence)
-    async with start_rollout_workers(config, device, folder, recorder) as workers:
+    async with start_rollout_workers(config, device, folder, inputs, recorder) as workers:
         await TrainingRun(config, device, folder, recorder, workers, schedule).train_with_restarts()
 
 
@@ -201,7 +208,8 @@ class TrainingRun:
         Raises:
             CheckpointError: A checkpoint that was named is damaged, all are, or it is of another model.
         """
-        named = checkpoint_of(self.config.resume) if self.restarts == 0 else None
+        begun = self.restarts > 0 or self.config.resume in (AUTO, NEVER)
+        named = None if begun else locate(self.config.resume)[1]
         if named is not None or self.checkpoints.folder.is_dir():
             self.recorder.status("comparing the checkpoint with its checksums")
 

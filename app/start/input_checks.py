@@ -2,14 +2,15 @@
 
 import json
 import os
+import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from app.checkpoint.run_state import read_state, require_model
-from app.config import Mode
+from app.config import Mode, RunConfig
 from app.config.data import TEMPLATE_KWARGS
 from app.config.model import ModelConfig
 from app.config.placement import PlacementKind
@@ -19,13 +20,19 @@ from app.data.build import check_template, conversation, rendering_warnings
 from app.data.counts import describe_rows
 from app.data.row import Row
 from app.errors import ConfigError, expect, named
-from app.model.architecture import architecture_of, checkpoint_config, layer_names, require_context, require_own_preset
+from app.model.architecture import (
+    Architecture,
+    architecture_of,
+    checkpoint_config,
+    layer_names,
+    require_context,
+    require_own_preset,
+    trained_parameters,
+)
 from app.model.hf_directory import identity, load_tokenizer, require_complete, require_window
 from app.model.lora.base_weights import check_targets, require_targets
-from app.start.disk import free_bytes, plan_disk
 from app.start.environments import require_rendering
-from app.start.finding import CheckStatus, Finding
-from app.start.inputs import CheckStage, RunInputs
+from app.start.inputs import CheckStage, CheckStatus, Finding, RunInputs
 from app.tracking.dashboards import require_trackers
 from app.tracking.number_format import plural
 from app.types import Prompt
@@ -34,11 +41,42 @@ from app.utils.net import port_is_free
 from app.utils.units import size
 from app.utils.user_code import lacks, require
 
+CHECKPOINT_BYTES = 12  # per trained parameter: float32 master weight and Adam moments
+EXPORT_BYTES = 4  # per parameter, at most
 NO_TOKENS = np.zeros(1, np.int32)
 PROMPT_CHARACTERS = 400  # shown of each end of a long prompt
 REFUSED = "correct the setting; mode=train ends with this sentence"
 WARNED = "a run warns of this, too"
 TRANSPORT = ("sender", "route", "connect", "request_body", "abort")  # of a `weight_sync.transport.base.Transport`
+
+
+@dataclass(frozen=True, slots=True)
+class DiskPlan:
+    """Bytes on disk, at most."""
+
+    checkpoint: int  # bytes of one
+    checkpoints: int  # number of them at once
+    export: int
+
+    @property
+    def bytes(self) -> int:
+        """All of it."""
+        return self.checkpoints * self.checkpoint + self.export
+
+
+def plan_disk(config: RunConfig, model: Architecture) -> DiskPlan:
+    """Plan the disk space of a training run."""
+    lora = config.model.lora
+    trained = trained_parameters(model, lora)
+    exported = model.parameters + (trained if lora.enabled else 0)
+    export = EXPORT_BYTES * exported if config.checkpoint.export else 0
+    return DiskPlan(CHECKPOINT_BYTES * trained, config.checkpoint.most_on_disk, export)
+
+
+def free_bytes(folder: Path) -> int:
+    """Return the free bytes of a folder's disk; the folder may not exist yet."""
+    existing = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.is_dir())
+    return shutil.disk_usage(existing).free
 
 
 def sizes(run: RunInputs) -> None:
@@ -63,9 +101,9 @@ def disk(run: RunInputs) -> Iterator[Finding]:
     """Whether the folder can be written, and a new run fits. The trainer's exact sizes are compared once it runs."""
     if run.folder is None:
         return
-    require_writable("hydra.run.dir", run.folder)
+    require_writable("hydra.run.dir", str(run.folder))
 
-    config, folder = run.config, Path(run.folder)
+    config, folder = run.config, run.folder
     known = architecture_of(config.model)
     saves = run.trains and config.trainer.optimizer is Optimizer.adamw
     # a resumed run replaces checkpoints of its own
@@ -99,7 +137,7 @@ def data(run: RunInputs) -> Iterator[Finding]:
     else:
         rows.check_files(config.data, replies=run.replies)
 
-    counted, *_ = describe_rows(config.data, loaded, config.algorithm.prompts_per_step, config.steps)
+    counted, *_ = describe_rows(config.data, loaded, config.algorithm.prompts_per_step, run.config.steps)
     yield Finding("data", f"{config.data.name}: {counted.removeprefix('Data: ')}")
     for warning in loaded.warnings if loaded is not None else ():
         yield Finding("data", warning, CheckStatus.warn, WARNED)
@@ -240,7 +278,6 @@ def teacher(run: RunInputs) -> Iterator[Finding]:
         return
     from app.teacher import require_teacher
 
-    run.status("asking the teacher")
     require_teacher(config.teacher, run.tokenizer)
     addresses = [url for urls in config.teacher.servers.values() for url in urls]
     yield Finding("teacher", f"{', '.join(addresses)} can score")

@@ -1,10 +1,10 @@
 """What a run brings: its model, rows and prompts, each loaded when it is first needed, and once.
 
-`app/start/preflight.py` checks them; a run takes what its checks have loaded.
+`app/start/preflight.py` checks them; a run takes what its checks have loaded. `mode=doctor` prints the findings.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 from pathlib import Path
@@ -31,15 +31,37 @@ class CheckStage(Enum):
     start = "start"
 
 
+class CheckStatus(Enum):
+    """Result of a check."""
+
+    ok = "ok"
+    warn = "warn"  # the run starts, but something is worse than it could be
+    fail = "fail"  # the run does not start, or fails later
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the table."""
+
+    subject: str
+    message: str
+    status: CheckStatus = CheckStatus.ok
+    hint: str = ""  # how to fix it; empty if there is nothing to do
+
+
+def outcome(subject: str, good: bool, message: str, hint: str, *, otherwise: CheckStatus = CheckStatus.fail) -> Finding:
+    """Return an ok finding if `good`; else one with status `otherwise` and the hint."""
+    return Finding(subject, message) if good else Finding(subject, message, otherwise, hint)
+
+
 @dataclass(eq=False)
 class RunInputs:
     """The inputs of a run. What cannot be loaded raises `ConfigError`."""
 
     config: RunConfig  # its `steps` follow from its `epochs` once the rows are counted
     moment: CheckStage
-    folder: str | None = None  # where the run writes; None: not checked
+    folder: Path | None = None  # where the run writes; None: not checked
     checkpoint: Path | None = None  # what the run starts from
-    status: Callable[[str], None] = lambda _: None  # shows what is being loaded
     warnings: tuple[str, ...] = ()  # for the run to record
     missing: set[str] = field(default_factory=set)  # `model` and `data` that only a start loads, and failed checks
 
@@ -71,7 +93,6 @@ class RunInputs:
     def model_path(self) -> Path:
         if self.moment is not CheckStage.start and self.local_model is not None:
             return self.local_model
-        self.status("preparing the model")
         return locate(self.config.model)
 
     @cached_property
@@ -83,7 +104,6 @@ class RunInputs:
         with named("teacher.path"):
             found = local_folder(model)
             if self.moment is CheckStage.start or found is not None:
-                self.status("preparing the teacher")
                 found = locate(model)
             return found
 
@@ -105,7 +125,6 @@ class RunInputs:
 
     @cached_property
     def rows(self) -> rows.DataRows:
-        self.status("preparing the data")
         tasks = self.tasks if self.config.data.from_environment else ()
         return rows.load(self.config.data, tasks=tasks, replies=self.replies)
 
@@ -151,4 +170,5 @@ class RunInputs:
         """Set the steps of `epochs`."""
         config = self.config
         if config.epochs is not None and self.trains:
-            config.steps = steps_of_epochs(config.epochs, prompts, config.algorithm.prompts_per_step)
+            steps = steps_of_epochs(config.epochs, prompts, config.algorithm.prompts_per_step)
+            self.config = replace(config, steps=steps)

@@ -13,11 +13,9 @@ import logging
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from copy import deepcopy
 from pathlib import Path
 
-from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import OmegaConf, open_dict
 
 from app.checkpoint.export import FOLDER as EXPORT
 from app.checkpoint.folder import best, latest, step_of
@@ -25,11 +23,11 @@ from app.checkpoint.run_state import read_state
 from app.cluster.process_reaper import process_reaper
 from app.config import RunConfig
 from app.config.command_line import command, override
-from app.config.compose import absolute_paths
-from app.errors import CheckpointError, ConfigError, RunError, echo
-from app.recovery.environment_references import save_references
-from app.recovery.resume import NEVER, apply_resume, checkpoint_of, has_checkpoint, holds_run, require_unused
+from app.errors import CheckpointError, RunError, echo
+from app.recovery import saved_config
+from app.recovery.resume import has_checkpoint, holds_run, state_of
 from app.recovery.run_lock import run_lock
+from app.start.settle import Job
 from app.tracking.run_folder import CONFIG, set_all_aside
 from app.utils.files import replace_file
 
@@ -39,73 +37,41 @@ YELLOW, RED, PLAIN = "\x1b[33m", "\x1b[31m", "\x1b[0m"
 
 
 @contextmanager
-def output_folder(composed: DictConfig, config: RunConfig, folder: Path) -> Iterator[None]:
+def output_folder(job: Job, config: RunConfig) -> Iterator[None]:
     """Hold the lock of a run's folder, save the configuration in it, and log to it.
 
     Args:
-        composed: The job's configuration as Hydra composed it.
-        config: The same, resolved.
+        config: That of the job, with the steps of its epochs.
 
     Raises:
         FolderInUse: Another process holds the lock.
-        ConfigError: The folder holds a run that this one does not resume.
-        RunError: Another process has changed what `resume` means since it was applied to `composed`.
+        RunError: Another process has written to the folder since the job was settled.
     """
+    folder = job.folder
     with run_lock(folder):
-        if config.mode.trains and config.resume != NEVER:
-            _require_unchanged(composed, folder)
-            if checkpoint_of(config.resume) is None:
-                _set_aside_unless_resumable(folder)
-        else:
-            require_unused(folder, config.mode)
+        if state_of(folder) != job.seen:
+            raise RunError(f"the run in {folder} was written by another process in the meantime; start again")
+        if job.resumption.checkpoint is None and holds_run(folder) and not has_checkpoint(folder):
+            moved = set_all_aside(folder)
+            echo(f"{folder} holds a run without a checkpoint: it starts over, and its records are now in {moved}")
 
-        save_configuration(composed, folder)
+        save_configuration(job, config.steps)
         # Around the whole mode, so that the dashboards' helpers live until the recorder has closed them.
         with driver_log(folder), process_reaper():
             yield
 
 
-def save_configuration(composed: DictConfig, folder: Path) -> None:
+def save_configuration(job: Job, steps: int) -> None:
     """Write `config/`: Hydra's settings, the command line, and last, since resuming needs it, the configuration."""
-    config = folder / CONFIG
-    config.mkdir(exist_ok=True)
-    replace_file(config / "hydra.yaml", OmegaConf.to_yaml(HydraConfig.instance().cfg))
-    replace_file(config / "overrides.yaml", OmegaConf.to_yaml(HydraConfig.get().overrides.task))
-    raw, resolved = (OmegaConf.to_container(composed, resolve=resolve, enum_to_str=True) for resolve in (False, True))
-    replace_file(config / "config.yaml", OmegaConf.to_yaml(absolute_paths(save_references(folder, raw, resolved))))
-
-
-def _require_unchanged(composed: DictConfig, folder: Path) -> None:
-    """Raise `RunError` unless `resume` still means what it meant before this process held the lock.
-
-    Applied again to its own result, `resume` changes nothing: unless another process has since written to the folder.
-    """
-    again = deepcopy(composed)
-    with open_dict(again):
-        again.hydra = {"run": {"dir": str(folder)}, "overrides": {"task": list(HydraConfig.get().overrides.task)}}
-    changed = RunError(f"the run in {folder} has just saved a checkpoint in another process; start again")
-    try:
-        resumption = apply_resume(again)
-    except ConfigError:
-        raise changed from None
-    with open_dict(again):
-        del again["hydra"]
-        if again.epochs is not None:
-            again.steps = composed.steps  # counted since
-
-    if resumption.finished:
-        raise RunError(f"the run in {folder} has just finished in another process")
-    if again != composed:
-        raise changed
-
-
-def _set_aside_unless_resumable(folder: Path) -> None:
-    """Make room for a run that starts over because its earlier attempt ended before its first checkpoint."""
-    if has_checkpoint(folder) or not holds_run(folder):
-        return
-
-    moved = set_all_aside(folder)
-    echo(f"the run in {folder} ended before its first checkpoint: it starts over, and its records are now in {moved}")
+    folder = job.folder / CONFIG
+    folder.mkdir(exist_ok=True)
+    settings = job.resumption.settings.copy()
+    replace_file(folder / "hydra.yaml", OmegaConf.to_yaml(OmegaConf.masked_copy(settings, "hydra")))
+    replace_file(folder / "overrides.yaml", OmegaConf.to_yaml(settings.hydra.overrides.task))
+    with open_dict(settings):
+        del settings["hydra"]
+    settings.steps = steps
+    saved_config.save(settings, job.folder)
 
 
 @contextmanager

@@ -11,8 +11,7 @@ from pathlib import Path
 from app.config import RunConfig
 from app.errors import ConfigError
 from app.start import input_checks as checks
-from app.start.finding import CheckStatus, Finding
-from app.start.inputs import CheckStage, RunInputs
+from app.start.inputs import CheckStage, CheckStatus, Finding, RunInputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,32 +68,14 @@ def findings(run: RunInputs) -> Iterator[Finding]:
             yield Finding(check.name, str(error), CheckStatus.fail, checks.REFUSED)
 
 
-def problems(config: RunConfig) -> dict[str, str]:
+def problems(run: RunInputs) -> dict[str, str]:
     """Return a sentence for each input that a run on this machine would refuse, by the name of its check."""
-    found = findings(RunInputs(config, CheckStage.plan))
-    return {each.subject: each.message for each in found if each.status is CheckStatus.fail}
+    return {each.subject: each.message for each in findings(run) if each.status is CheckStatus.fail}
 
 
-# Hydra offers no way to hand a value from its callback to the job of the same process.
-_checked: list[RunInputs] = []
-
-
-def preflight(
-    config: RunConfig,
-    folder: str | None = None,
-    checkpoint: Path | None = None,
-    status: Callable[[str], None] = lambda _: None,
-) -> RunInputs:
+def preflight(config: RunConfig, folder: Path | None = None, checkpoint: Path | None = None) -> RunInputs:
     """Check and load the inputs of a run, and count the steps of its epochs. Raises as `findings` does."""
-    run = RunInputs(config, CheckStage.start, folder, checkpoint, status)
+    run = RunInputs(config, CheckStage.start, folder, checkpoint)
     run.warnings = tuple(each.message for each in findings(run) if each.status is CheckStatus.warn)
     del run.rows  # whose prompts have what a run needs of them
-    _checked[:] = [run]
     return run
-
-
-def take_inputs(config: RunConfig, status: Callable[[str], None]) -> RunInputs:
-    """Return the inputs that `preflight` loaded for this configuration, or load them (in a sweep's jobs)."""
-    inputs = next((run for run in _checked if run.config == config), None) or preflight(config, status=status)
-    _checked.clear()
-    return inputs

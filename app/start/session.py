@@ -32,7 +32,6 @@ from app.rollout.episodes import EpisodeLimits, Episodes, episode_failures
 from app.rollout.rollouter import Rollouter
 from app.start.environments import worker_spec
 from app.start.inputs import RunInputs
-from app.start.preflight import take_inputs
 from app.tracking.number_format import plural
 from app.tracking.run_folder.timeline import Timeline
 from app.trainer.rank import OFFLOAD
@@ -121,7 +120,13 @@ class TrainerWorkers:
 
 @asynccontextmanager
 async def start_rollout_workers(
-    config: RunConfig, device: Device, folder: Path, recorder: StatusRecorder, *, weights: Path | None = None
+    config: RunConfig,
+    device: Device,
+    folder: Path,
+    inputs: RunInputs,
+    recorder: StatusRecorder,
+    *,
+    weights: Path | None = None,
 ) -> AsyncIterator[RolloutWorkers]:
     """Start Ray and the reward workers and create the engines, which are started together with the trainer.
 
@@ -135,7 +140,6 @@ async def start_rollout_workers(
         if device.fork_server is not None and starts_engines:
             fork = stack.enter_context(device.fork_server(device.engine_env, folder / "logs" / "fork_server.log"))
 
-        inputs = take_inputs(config, recorder.status)
         recorder.note(inputs.prompts.counts.text, inputs.prompts.counts.facts)
         for warning in inputs.warnings:
             recorder.warn(warning)

@@ -26,6 +26,7 @@ from app.device import device_of
 from app.errors import EngineError
 from app.placement.time_sharing import TimeSharing
 from app.recovery.retrying_sync import RetryingWeightSync
+from app.start.preflight import preflight
 from app.start.session import RolloutWorkers, TrainerWorkers, start_rollout_workers, start_trainer_workers
 from app.tracking.run_folder.timeline import Timeline
 from app.types import Completion, GroupRequest, Sampling
@@ -85,7 +86,7 @@ async def measure(config: RunConfig, folder: Path) -> dict[str, Any]:
     recorder = Recorder()
     began = time.perf_counter()
     async with (
-        start_rollout_workers(config, device, folder, recorder) as workers,
+        start_rollout_workers(config, device, folder, preflight(config), recorder) as workers,
         start_trainer_workers(config, device, folder, workers, first=True) as made,
     ):
         started = time.perf_counter() - began

@@ -13,7 +13,7 @@ import pytest
 from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from app.config.arguments import FLAGS, OPTION_CHOICES, OPTIONS, SHORT, check_arguments, named_values
+from app.config.arguments import check_arguments, named_values
 from app.config.command_line import command_name, override
 from app.config.foreign_names import answer, table
 from app.config.run import RunConfig
@@ -66,40 +66,27 @@ def test_options_stand_behind_the_settings(line: str, arranged: str) -> None:
 @pytest.mark.parametrize(
     ("line", "key", "answer"),
     [
-        ("--steps=5", "--steps=5", "write steps=5."),
-        ("seed=1 --model x", "--model x", "write model=x."),
-        ("steps 5", "steps 5", "write steps=5."),
-        ("--cfg job --trainer.lr 1e-5", "--trainer.lr 1e-5", "write trainer.lr=1e-5."),
-        ("--wandb steps=5", "--wandb", "write tracking=wandb."),
-        ("--learning_rate 1e-5", "--learning_rate 1e-5", "write trainer.lr=1e-5."),
-        ("--num_train_epochs=3", "--num_train_epochs=3", "write epochs=3."),
-        ("--cfg jobs", "--cfg jobs", "one of job, hydra, all."),
-        ("--cfg", "--cfg", "one of job, hydra, all."),
-        ("--config-dir -m", "--config-dir", "a value."),
-        ("--help=1", "--help=1", "write --help."),
-        ("--co x", "--co", "one of --config-path, --config-name, --config-dir."),
-        ("-- steps=3", "--", "leave it out."),
-        ("~ steps=3", "~", "leave it out."),
-        ("train", "train", "write mode=train."),
-        ("plan seed=1", "plan", "write mode=plan."),
-        ("help", "help", "write --help."),
-        ("-help", "-help", "write --help."),
-        ("-cfg job", "-cfg job", "write --cfg job."),
-        ("steps:3", "steps:3", "write steps=3."),
-        ("steps: 3", "steps: 3", "write steps=3."),
-        ("steps==3", "steps==3", "write steps=3."),
-        ("=3", "=3", "write <key>=3."),
-        ("tracking.use=[wandb", "tracking.use=[wandb", "write 'tracking.use=[wandb]'."),
-        ("trainer.lr=1e-5,", "trainer.lr=1e-5,", "write trainer.lr=1e-5."),
-        ("resume=####", "resume=####", "write 'resume=\"####\"'."),
-        ("st#ps=3", "st#ps=3", "st#ps cannot be"),
-        ("steps=int(x)", "steps=int(x)", "ValueError"),
-        ("~steps", "~steps", "write steps=<value>."),
-        ("resume=one\ntwo", "resume", "'resume=\"…\"'."),
+        ("--steps=5", "--steps=5", "steps=5"),
+        ("steps 5", "steps", "steps=5"),
+        ("seed=1 --model x", "--model", "model=x"),
+        ("--wandb steps=5", "--wandb", "tracking=wandb"),
+        ("--learning_rate 1e-5", "--learning_rate", "trainer.lr=1e-5"),
+        ("train", "train", "mode=train"),
+        ("-help", "-help", "--help"),
+        ("steps:3", "steps:3", "steps=3"),
+        ("--cfg jobs", "--cfg", "job, hydra, all"),
+        ("--cfg", "--cfg", "job, hydra, all"),
+        ("--config-dir -m", "--config-dir", "a value"),
+        ("algorithm=[grpo,dapo]", "algorithm", "-m"),
+        ("~steps", "~steps", "steps=<value>"),
+        ("tracking.use=[wandb", "tracking.use", ""),
+        ("steps==3", "steps", ""),
+        ("steps=int(x)", "steps", ""),
+        ("resume=one\ntwo", "resume", ""),
     ],
 )
-def test_another_style_is_answered_with_what_to_write(line: str, key: str, answer: str) -> None:
-    with refused(key, "…" if "\n" in line else "", answer):
+def test_another_style_is_refused_with_what_to_write(line: str, key: str, answer: str) -> None:
+    with refused(key, None, answer):
         check_arguments(line.split(" "))
 
 
@@ -129,39 +116,6 @@ def test_a_value_may_have_letters_beyond_ascii(key: str, typed: str, value: obje
 def test_a_command_in_a_message_can_be_copied_with_letters_beyond_ascii() -> None:
     (word,) = shlex.split(override("resume", "/data/输出/run"))
     assert OverridesParser.create().parse_override(word).value() == "/data/输出/run"
-
-
-def test_the_options_are_those_of_hydra() -> None:
-    declared = {
-        each.option_strings[0]: ("".join(each.option_strings[1:]), each.nargs, tuple(each.choices or ()))
-        for each in get_args_parser()._actions
-        if each.option_strings
-    }
-    assert set(declared) == set(OPTIONS)
-    assert {short: option for option, (short, _, _) in declared.items() if short} == SHORT
-    assert {option for option, (_, count, _) in declared.items() if count == 0} == set(FLAGS)
-    assert {option: choices for option, (_, _, choices) in declared.items() if choices} == OPTION_CHOICES
-
-
-@pytest.mark.parametrize(
-    ("word", "answer"),
-    [
-        ("experiment=null", "leave it out"),
-        ("tracking=null", "the name of one preset"),
-        ("device=0", "the name of one preset"),
-        ("algorithm=true", "the name of one preset"),
-        ("model={}", "the name of one preset"),
-        ("algorithm=[grpo,dapo]", "add -m for a sweep"),
-        ("tracking=[wandb,tensorboard]", "write tracking.use=[wandb,tensorboard]."),
-        ("model=me/my-model", "model=hf model.path=me/my-model."),
-        ("data=./my.csv", "data.path=./my.csv."),
-        ("data=my.jsonl", "data.path=my.jsonl."),
-    ],
-)
-def test_a_choice_that_is_no_name_of_a_preset_is_answered(word: str, answer: str) -> None:
-    key, _, value = word.partition("=")
-    with refused(key, value, answer):
-        check_arguments([word])
 
 
 def test_choices_and_sweeps_of_them_are_accepted() -> None:

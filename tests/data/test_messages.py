@@ -18,10 +18,9 @@ from app.data.build import PromptData, build, rendering_warnings
 from app.data.cursor import PromptCursor
 from app.errors import ConfigError
 from app.model.hf_directory import load_tokenizer
-from app.start.preflight import problems
 from app.types import Prompt
 from tests.byte_level import write_tokenizer
-from tests.compose import composed
+from tests.compose import composed, problems_of
 from tests.environment.qwen import write_model
 from tests.refusals import refused
 
@@ -173,9 +172,9 @@ def test_messages_need_the_chat_template(jsonl: Jsonl, model: Any) -> None:
 def test_messages_are_checked_and_a_reward_is_tried_on_them_before_a_run(jsonl: Jsonl) -> None:
     path = jsonl(*[{"prompt": [SYSTEM, user("1+1=")], "answer": "2"}] * 2)
     line = [f"data.path={path}", "data.question=prompt", "data.template=chat"]
-    assert problems(composed(*line, "reward._target_=tests.reward.broken.reads_messages")) == {}
+    assert problems_of(*line, "reward._target_=tests.reward.broken.reads_messages") == {}
     for wrong in ("data.template=plain", "data.system=Add."):
-        assert wrong in problems(composed(*line, wrong))["data"]
+        assert wrong in problems_of(*line, wrong)["data"]
 
 
 @pytest.mark.parametrize(("family", "key"), [("qwen3", "data.question"), ("qwen3.5", "data.template")])

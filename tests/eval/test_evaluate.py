@@ -18,6 +18,7 @@ from app.config.placement import PlacementKind
 from app.errors import RunError
 from app.eval import is_due, measure
 from app.placement.fully_async import FullyAsync
+from app.start.inputs import CheckStage, RunInputs
 from app.types import InFlight
 from tests.algorithm.groups import group
 from tests.simulation import World, config, run_virtual, virtual
@@ -62,7 +63,7 @@ def test_mode_eval_ends_when_a_completion_is_lost_and_names_it(tmp_path: Path, m
     monkeypatch.setattr(app.mode.eval, "start_rollout_workers", workers)
     monkeypatch.setattr(asyncio, "run", run_virtual)
     with pytest.raises(RunError, match=r"no progress for 960 s: 1 groups in flight \(eval/1 on engine [01]\)"):
-        app.mode.eval.run(made, tmp_path)
+        app.mode.eval.run(made, tmp_path, RunInputs(made, CheckStage.start))
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "failed"
 
 

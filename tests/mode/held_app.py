@@ -12,6 +12,7 @@ import hydra.core.utils
 from app import main
 from app.config import RunConfig
 from app.mode import ModeResult, train
+from app.start.inputs import RunInputs
 from app.tracking.recorder import RunFolderRecorder
 from tests.waiting import until
 
@@ -26,7 +27,7 @@ class StoppedClock:
         return datetime(2026, 1, 2, 3, 4, 5)
 
 
-def run(config: RunConfig, folder: Path) -> ModeResult:
+def run(config: RunConfig, folder: Path, _inputs: RunInputs) -> ModeResult:
     """Record a step and wait for `go`."""
     with RunFolderRecorder(config, folder) as recorder:
         recorder.log(1, {"lr": config.trainer.lr, "time/step": 1.0})

@@ -17,8 +17,7 @@ from app.mode.doctor import device as doctor_device
 from app.mode.doctor import examine, reachable
 from app.mode.doctor import software as doctor_software
 from app.model.hf_directory import load_tokenizer
-from app.start.finding import CheckStatus, Finding
-from app.start.inputs import CheckStage, RunInputs
+from app.start.inputs import CheckStage, CheckStatus, Finding, RunInputs
 from app.start.preflight import findings
 from tests.compose import composed
 from tests.warm import run_warm

@@ -28,7 +28,7 @@ def test_an_evaluation_that_is_interrupted_during_its_export_leaves_no_model_beh
 
     async def interrupted(settings: RunConfig) -> None:
         async def evaluate() -> None:
-            async with subject_of(settings, tmp_path, Mock()):
+            async with subject_of(settings, tmp_path, run / "checkpoints" / "step_4", Mock()):
                 pass
 
         task = asyncio.create_task(evaluate())

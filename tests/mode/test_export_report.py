@@ -9,7 +9,7 @@ import pytest
 from app.config import Mode, RunConfig
 from app.config.model import ModelConfig
 from app.config.tracking import TrackingConfig
-from app.mode import NOT_GIVEN, export, report
+from app.mode import export, report
 from app.recovery.run_lock import FolderInUse, run_lock
 from app.tracking.report.data import find_runs
 from tests.checkpoint.test_export import trained
@@ -66,7 +66,7 @@ def test_listed_runs_are_compared_in_a_new_folder_and_stay_as_they_were(
     two = a_run(tmp_path / "b" / "two", "seed=2", accuracy=0.75)
     before = content(tmp_path)
     monkeypatch.chdir(tmp_path)
-    report.run(comparing(one, two), Path(NOT_GIVEN))
+    report.run(comparing(one, two), None)
 
     (folder,) = (tmp_path / "outputs" / "comparisons").iterdir()
     assert [line.split() for line in capsys.readouterr().err.splitlines()] == [

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from app.mode.plan import describe
+from app.start.inputs import CheckStage, RunInputs
 from app.start.preflight import problems
-from tests.compose import composed
+from tests.compose import composed, problems_of
 from tests.folders import ROOT
 from tests.refusals import refused
 from tests.warm import run_warm
@@ -28,10 +29,10 @@ MISSION = ("device=npu", "placement=fully_async", "model=qwen35_9b")
     ],
 )
 def test_a_plan_counts_the_steps_of_epochs_where_rows_are_local(overrides: list[str], steps: int) -> None:
-    counted = composed(*overrides)
-    problems(counted)
-    assert counted.steps == steps
-    assert f"  {steps} steps = " in describe(counted)
+    inputs = RunInputs(composed(*overrides), CheckStage.plan)
+    problems(inputs)
+    assert inputs.config.steps == steps
+    assert f"  {steps} steps = " in describe(inputs.config)
 
 
 @pytest.mark.parametrize(
@@ -58,6 +59,12 @@ def test_the_plan_counts_the_rows_of_local_files(tmp_path: Path) -> None:
     assert "10 rows in evaluation set eval, 20 broken rows skipped; 60 steps are 96 epochs" in text
     assert "10 of the 10 questions" in text
     assert "Data: refused" in describe(composed(f"data.path={rows}"))
+
+
+def test_a_mistyped_evaluation_file_is_found_beside_a_hub_data_set() -> None:
+    line = ["data=gsm8k", "++data.eval_sets={mine: {path: none.jsonl}}"]
+    assert list(problems_of(*line)) == ["data"]
+    assert problems_of("data=gsm8k", "model=qwen3_4b") == {}
 
 
 def test_a_plan_that_does_not_fit_shows_what_would() -> None:
@@ -163,7 +170,7 @@ def test_a_mixture_of_experts_is_refused(tmp_path: Path) -> None:
         describe(composed("device=cuda", "model=hf", f"model.path={tmp_path}"))
 
 
-def test_a_plan_names_the_settings_that_a_run_would_refuse(tmp_path: Path) -> None:
+def test_a_plan_says_what_a_run_would_refuse(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"question": "1+1=", "answer": "2"}\n' * 4)
     line = ["model=hf", f"model.path={tmp_path}", f"data.path={rows}", "data.question=q", "reward._target_=nope.f"]

@@ -11,9 +11,8 @@ from tokenizers import Tokenizer
 from app.config.model import LoraConfig, ModelConfig
 from app.environment.rendering.tokenizer_file import TokenizerFile
 from app.model.hf_directory import identity, load_tokenizer, locate, require_window
-from app.start.preflight import problems
 from tests.byte_level import write_tokenizer
-from tests.compose import composed
+from tests.compose import problems_of
 from tests.model.support import save_qwen3
 from tests.refusals import refused
 
@@ -37,7 +36,7 @@ def test_an_incomplete_directory_is_refused_before_an_engine_starts(tmp_path: Pa
         path = broken(name, content)
         with refused("model.path", path):
             locate(ModelConfig(path=str(path)))
-    assert "architectures" in problems(composed("model=hf", f"model.path={path}", "data=arithmetic"))["model"]
+    assert "architectures" in problems_of("model=hf", f"model.path={path}", "data=arithmetic")["model"]
 
 
 @pytest.mark.parametrize("path", ["/no/such/model", "./no-such-model", "a/b/c"])

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from app.model.architecture import architecture_of
-from app.start.disk import free_bytes, plan_disk
-from app.start.input_checks import disk
+from app.start.input_checks import disk, free_bytes, plan_disk
 from app.start.inputs import CheckStage, RunInputs
 from tests.compose import composed
 from tests.refusals import refused
@@ -26,7 +25,7 @@ def test_a_run_whose_checkpoints_do_not_fit_is_refused(tmp_path: Path, monkeypat
     needed = plan_disk(config, model).bytes
     assert needed == 4 * 12 * model.parameters + 4 * model.parameters  # two kept, the best, one being written
 
-    folder = str(tmp_path / "not" / "made")
+    folder = tmp_path / "not" / "made"
     leave(needed, monkeypatch)
     assert len([*disk(RunInputs(config, CheckStage.doctor, folder))]) == 1
     leave(needed - 1, monkeypatch)
@@ -60,4 +59,4 @@ def test_free_space_is_that_of_the_nearest_folder_that_exists(tmp_path: Path, mo
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with refused("hydra.run.dir", tmp_path / "file", f"{tmp_path / 'file'} is a file"):
-        [*disk(RunInputs(composed(), CheckStage.doctor, str(tmp_path / "file")))]
+        [*disk(RunInputs(composed(), CheckStage.doctor, tmp_path / "file"))]

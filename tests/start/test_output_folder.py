@@ -7,30 +7,19 @@ from pathlib import Path
 
 import pytest
 from hydra._internal.config_loader_impl import get_overrides_dirname
-from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import OmegaConf
 
-from app.config import compose as configuration
+from app.config.command_line import override
 from app.errors import RunError
-from app.main import _say_how_to_resume
-from app.recovery.resume import apply_resume
 from app.recovery.run_lock import run_lock
 from app.start.output_folder import output_folder, save_configuration
+from app.start.settle import settle
 from app.tracking.recorder import RunFolderRecorder
 from tests.folders import a_run, composed_by_hydra, content, run_app, run_new_app, start_app
 from tests.waiting import until
 
 HELD = "tests.mode.held_app"
-
-
-def job_of(composed: DictConfig, monkeypatch: pytest.MonkeyPatch) -> DictConfig:
-    """Return what the job of a composition gets, as Hydra is configured by it."""
-    monkeypatch.setattr(HydraConfig.instance(), "cfg", composed)
-    job = composed.copy()
-    with open_dict(job):
-        del job["hydra"]
-    return job
 
 
 def metrics(folder: Path) -> list[dict[str, float]]:
@@ -157,23 +146,18 @@ def test_a_traceback_on_request_changes_no_exit_code(
 
 
 @pytest.mark.parametrize("parent", ["outputs/sweeps", "my runs", "a=b,c", 'quoted "twice"', "it's"])
-def test_the_line_that_resumes_a_job_of_a_sweep_is_one_that_hydra_reads(
-    parent: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_line_that_resumes_a_job_of_a_sweep_is_one_that_hydra_reads(parent: str, tmp_path: Path) -> None:
     overrides = ["algorithm=grpo", "placement=colocate"]
     separators = composed_by_hydra().hydra.job.config.override_dirname
     name = get_overrides_dirname(
         OverridesParser.create().parse_overrides(overrides), [], separators.item_sep, separators.kv_sep
     )
-    run = a_run(tmp_path / parent / f"0-{name}", step=4)
-    _say_how_to_resume(run)
-
-    words = shlex.split(capsys.readouterr().err)
-    assert words[:-1] == ["resume", "with:", "python", "-m", "app"]
-    override = OverridesParser.create().parse_override(words[-1])
-    assert (override.key_or_group, override.value(), override.is_sweep_override()) == ("resume", str(run), False)
+    run = tmp_path / parent / f"0-{name}"
+    (word,) = shlex.split(override("resume", run))
+    parsed = OverridesParser.create().parse_override(word)
+    assert (parsed.key_or_group, parsed.value(), parsed.is_sweep_override()) == ("resume", str(run), False)
     if parent == "outputs/sweeps":
-        assert words[-1] == f"resume={tmp_path}/outputs/sweeps/0-algorithm-grpo+placement-colocate"
+        assert word == f"resume={tmp_path}/outputs/sweeps/0-algorithm-grpo+placement-colocate"
 
 
 @pytest.mark.parametrize(
@@ -217,34 +201,26 @@ def test_a_run_that_died_before_its_first_checkpoint_starts_over_with_its_record
 
 @pytest.mark.parametrize("before", ["no run", "no checkpoint", "an older checkpoint"])
 def test_a_run_that_another_process_continued_before_the_lock_was_free_is_left_alone(
-    before: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    before: str, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
     if before != "no run":
-        a_run(run, "steps=9", "trainer.lr=0.1", step=2 if before == "an older checkpoint" else None)
-    other = [] if before == "an older checkpoint" else ["trainer.lr=0.2"]
-    composed = composed_by_hydra("resume=auto", f"hydra.run.dir={run}", "checkpoint.every=2", *other)
-    apply_resume(composed)
-    job = job_of(composed, monkeypatch)
+        a_run(run, "steps=9", step=2 if before == "an older checkpoint" else None)
+    job = settle(composed_by_hydra("resume=auto", f"hydra.run.dir={run}", "checkpoint.every=2"), run)
 
     shutil.rmtree(run, ignore_errors=True)
     a_run(run, "steps=12", "trainer.lr=0.3", step=4, reached=4)  # the other process
     there = content(run)
-    with pytest.raises(RunError) as refused, output_folder(job, configuration.resolve(job), run):
+    with pytest.raises(RunError) as refused, output_folder(job, job.config):
         pass
     assert str(run) in str(refused.value)
     assert {name: digest for name, digest in content(run).items() if name != "driver.lock"} == there
 
 
-def test_a_run_that_nobody_changed_is_continued_with_the_settings_it_was_given(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_nobody_changed_is_continued_with_the_settings_it_was_given(tmp_path: Path) -> None:
     run = a_run(tmp_path / "run", "steps=9", "trainer.lr=0.1", step=4)
-    composed = composed_by_hydra("resume=auto", f"hydra.run.dir={run}", "checkpoint.every=2")
-    apply_resume(composed)
-    job = job_of(composed, monkeypatch)
-
-    with output_folder(job, configuration.resolve(job), run):
+    job = settle(composed_by_hydra("resume=auto", f"hydra.run.dir={run}", "checkpoint.every=2"), run)
+    with output_folder(job, job.config):
         saved = (run / "config" / "config.yaml").read_text()
     assert "lr: 0.1\n" in saved
     assert "every: 2\n" in saved
@@ -254,9 +230,9 @@ def test_a_value_of_the_environment_is_in_no_file_of_the_run(tmp_path: Path, mon
     """It may be a key. A resumed run reads it from its own environment."""
     monkeypatch.setenv("A_KEY", "x7-of-mine")
     composed = composed_by_hydra("reward._target_=my_rewards.judge", "reward.args.key=${oc.env:A_KEY}")
-    job = job_of(composed, monkeypatch)
-    config = configuration.resolve(job)
-    with output_folder(job, config, tmp_path), RunFolderRecorder(config, tmp_path) as recorder:
+    job = settle(composed, tmp_path)
+    config = job.config
+    with output_folder(job, config), RunFolderRecorder(config, tmp_path) as recorder:
         assert recorder._options("wandb").config["reward"]["args"] == {"key": "${oc.env:A_KEY}"}
     assert config.reward.args == {"key": "x7-of-mine"}
     assert [path for path in tmp_path.rglob("*") if path.is_file() and b"x7-of-mine" in path.read_bytes()] == []
@@ -281,34 +257,29 @@ def test_relative_paths_are_those_of_the_folder_where_the_run_was_started(
     composed = composed_by_hydra(
         *given, "teacher.path=org/teacher", "algorithm=opd", "+data.eval_sets.mine.path=rows.jsonl"
     )
-    run = a_run(tmp_path / "run", step=4)
-    with monkeypatch.context() as patched:
-        save_configuration(job_of(composed, patched), run)
+    run = tmp_path / "run"
+    job = settle(composed, run)
+    a_run(run, step=4)
+    save_configuration(job, job.config.steps)
 
     monkeypatch.chdir(tmp_path)
-    resumed = composed_by_hydra(f"resume={run}", "steps=900")
-    apply_resume(resumed)
+    resumed = settle(composed_by_hydra(f"resume={run}", "steps=900"), tmp_path / "new").config
     started = tmp_path / "started"
     assert list(resumed.data.path) == [f"{started}/rows.jsonl", f"{started}/part_*.jsonl", "org/rows"]
-    assert resumed.data.eval_sets.mine.path == f"{started}/rows.jsonl"
+    assert resumed.data.eval_sets["mine"].path == f"{started}/rows.jsonl"
     assert (resumed.model.path, resumed.teacher.path) == (f"{started}/model", "org/teacher")
     assert resumed.model.chat_template == f"{tmp_path}/template.jinja"
 
     monkeypatch.chdir(started)
-    apply_resume(composed_by_hydra(f"resume={run}", *given, "steps=900"))  # the same files
+    settle(composed_by_hydra(f"resume={run}", *given, "steps=900"), tmp_path / "new")  # the same files
 
 
-def test_records_stay_where_a_run_goes_on_from_a_checkpoint_that_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_records_stay_where_a_run_goes_on_from_a_checkpoint_that_is_named(tmp_path: Path) -> None:
     """Although the folder has no latest one: it was moved back by hand, or the run was killed before it was named."""
     run = a_run(tmp_path / "run", "steps=9", step=4, reached=4)
     (run / "checkpoints" / "latest").unlink()
-    composed = composed_by_hydra(f"resume={run}/checkpoints/step_4")
-    apply_resume(composed)
-    job = job_of(composed, monkeypatch)
-
-    with output_folder(job, configuration.resolve(job), run):
+    job = settle(composed_by_hydra(f"resume={run}/checkpoints/step_4"), tmp_path / "new")
+    with output_folder(job, job.config):
         assert [row["step"] for row in metrics(run)] == [1, 2, 3, 4]
 
 
@@ -340,6 +311,13 @@ def test_an_empty_folder_is_refused(arguments: list[str], tmp_path: Path) -> Non
     assert content(tmp_path) == {}
 
 
+@pytest.mark.parametrize("words", ["mode=plan", "mode=export", "steps=0", "rollout.tensor_parallel=2"])
+def test_a_mode_that_does_not_write_and_a_refused_start_leave_no_folder(words: str, tmp_path: Path) -> None:
+    code, text = run_app(*words.split(), cwd=tmp_path)
+    assert code == (0 if words == "mode=plan" else 2), text
+    assert content(tmp_path) == {}
+
+
 @pytest.mark.parametrize("key", ["hydra.run.dir", "hydra.sweep.dir"])
 def test_a_folder_named_by_an_unset_variable_is_refused(key: str, tmp_path: Path) -> None:
     sweep = ["-m", "seed=0,1"] if key == "hydra.sweep.dir" else []
@@ -355,4 +333,3 @@ def test_a_folder_that_cannot_be_written_is_named_as_given(tmp_path: Path) -> No
     for key, arguments in (("hydra.run.dir", []), ("hydra.sweep.dir", ["-m", "seed=0,1"])):
         code, text = run_app(f"{key}={file / 'run'}", *arguments, cwd=tmp_path)
         assert (code, text.split()[0]) == (2, f"{key}={file / 'run'}")
-        assert f"{file} is a file" in text

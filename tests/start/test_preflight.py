@@ -6,18 +6,15 @@ import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-import app.data.build as data
 from app.config.device import DeviceKind
 from app.device import base
 from app.errors import ConfigError
-from app.start.finding import CheckStatus
 from app.start.input_checks import linear_attention
-from app.start.inputs import CheckStage, RunInputs
-from app.start.preflight import CHECKS, findings, preflight, take_inputs
+from app.start.inputs import CheckStage, CheckStatus, RunInputs
+from app.start.preflight import CHECKS, findings, preflight
 from tests.compose import composed
 from tests.model.support import save_qwen3, save_qwen35
 from tests.refusals import refused
@@ -60,7 +57,7 @@ def test_plan_doctor_and_start_refuse_the_same(
         slides = {"layer_types": None, "use_sliding_window": True, "sliding_window": 100}
         (sliding / "config.json").write_text(json.dumps(config | slides))
     (tmp_path / "file").touch()
-    folder = str(tmp_path / ("file" if name == "disk" else "run"))
+    folder = tmp_path / ("file" if name == "disk" else "run")
     with socket.socket() as busy:
         busy.bind(("127.0.0.1", 0))
         busy.listen()
@@ -108,7 +105,7 @@ def test_a_models_own_tokenizer_is_loaded_only_where_its_code_is_trusted(tmp_pat
     (path / "tokenizer_config.json").write_text(json.dumps(config))
     for trusted in (True, False):
         line = [*OWN_MODEL, f"model.path={path}", f"model.trust_remote_code={trusted}"]
-        inputs = take_inputs(composed(*line), lambda _: None)
+        inputs = preflight(composed(*line))
         assert (type(inputs.tokenizer).__name__ == "Own") == trusted
 
 
@@ -130,53 +127,30 @@ def test_the_steps_of_epochs_are_counted_from_the_prompts_that_are_left(tiny_mod
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     line = [f"data.path={file}", "data.answer_after=null", "algorithm.prompts_per_step=16"]
-    config = composed(*line, "epochs=2")
-    preflight(config)
-    inputs = take_inputs(config, lambda _: None)
+    inputs = preflight(composed(*line, "epochs=2"))
     left = len(inputs.prompts.train)
     assert inputs.prompts.dropped > 0
-    assert config.steps == -(-2 * left // 16)
+    assert inputs.config.steps == -(-2 * left // 16)
 
-    evaluation = composed(*line, "epochs=2", "mode=eval")
-    preflight(evaluation)
-    assert evaluation.steps == 60
-
-
-def test_the_run_takes_what_preflight_loaded(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded: list[object] = []
-    build = data.build
-
-    def recorded(*args: Any, **kwargs: Any) -> Any:
-        loaded.append(args)
-        return build(*args, **kwargs)
-
-    monkeypatch.setattr(data, "build", recorded)
-    preflight(composed())
-    take_inputs(composed(), lambda _: None)
-    assert len(loaded) == 1
-    take_inputs(composed(), lambda _: None)  # taken once: a second run of the process loads its own
-    assert len(loaded) == 2
-
-    preflight(composed("data.arithmetic.problems=50"))  # of another configuration
-    assert len(take_inputs(composed("data.arithmetic.problems=60"), lambda _: None).prompts.train) == 60
+    assert preflight(composed(*line, "epochs=2", "mode=eval")).config.steps == 60
 
 
 def test_warnings_about_the_data_are_recorded_by_the_run(tiny_model: Path, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"question": "1+1=", "answer": "#### 2"}\n' * 20)
-    first, second = take_inputs(composed(f"data.path={rows}", "data=gsm8k"), lambda _: None).warnings
+    first, second = preflight(composed(f"data.path={rows}", "data=gsm8k")).warnings
     assert first.startswith(f"data.path={rows} ")
     assert second.startswith("1 of the 1 questions")
 
 
 def test_a_step_larger_than_the_training_set_is_a_warning_of_the_run(tiny_model: Path) -> None:
-    inputs = take_inputs(composed("data.arithmetic.problems=12", "data.arithmetic.eval_problems=1"), lambda _: None)
+    inputs = preflight(composed("data.arithmetic.problems=12", "data.arithmetic.eval_problems=1"))
     assert inputs.prompts.counts.text == "12 training rows, 1 held-out row"
     assert inputs.prompts.counts.facts == {"data/training_rows": 12, "data/evaluation_rows": 1, "data/broken_rows": 0}
     repeated = "algorithm.prompts_per_step=16 exceeds the 12 training rows: each step repeats some"
     assert inputs.warnings == (repeated,)
     evaluation = composed("mode=eval", "data.arithmetic.problems=12")
-    assert take_inputs(evaluation, lambda _: None).warnings == ()
+    assert preflight(evaluation).warnings == ()
 
 
 def test_a_reward_is_tried_on_a_training_row_and_one_of_each_evaluation_set(
@@ -196,21 +170,21 @@ def test_a_reward_is_tried_on_a_training_row_and_one_of_each_evaluation_set(
         f"++data.eval_sets={{easy: {{path: {tmp_path}/easy.jsonl}}, hard: {{path: {tmp_path}/hard.jsonl}}}}",
         "reward._target_=my_levels.level",
     )
-    inputs = take_inputs(composed(*overrides), lambda _: None)
+    inputs = preflight(composed(*overrides))
     assert (tmp_path / "seen").read_text().splitlines() == ["1 2", "2 3", "3 4"]
     assert next(inputs.prompts.train).id == "arithmetic/0@0"  # the stream is where it was
 
     (tmp_path / "seen").unlink()
-    take_inputs(composed("mode=eval", *overrides), lambda _: None)
+    preflight(composed("mode=eval", *overrides))
     assert (tmp_path / "seen").read_text().splitlines() == ["2 3", "3 4"]
 
 
 def test_dropped_prompts_are_a_warning_of_the_run(tiny_model: Path) -> None:
-    inputs = take_inputs(composed("rollout.max_prompt_tokens=4"), lambda _: None)
+    inputs = preflight(composed("rollout.max_prompt_tokens=4"))
     assert inputs.prompts.dropped > 0
     expected = f"dropped {inputs.prompts.dropped} of 2200 prompts: longer than rollout.max_prompt_tokens=4"
     assert inputs.warnings == (expected,)
-    assert take_inputs(composed(), lambda _: None).warnings == ()
+    assert preflight(composed()).warnings == ()
 
 
 @pytest.mark.parametrize(
@@ -247,9 +221,9 @@ def test_the_driver_loads_the_inputs_of_the_tiny_model_without_torch(tiny_model:
     code = """
 import sys
 import app.cluster.actors, app.start.session, app.mode.train, app.weight_sync.synchronizer
-from app.start.preflight import take_inputs
+from app.start.preflight import preflight
 from tests.compose import composed
-tokens = take_inputs(composed(), print).tokenizer("1+2=")["input_ids"]
+tokens = preflight(composed()).tokenizer("1+2=")["input_ids"]
 print(len(tokens), "torch" in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)

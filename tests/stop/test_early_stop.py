@@ -12,7 +12,7 @@ from app.config.placement import PlacementKind
 from app.config.stop import StopConfig
 from app.mode import train
 from app.mode.train import CONTROLLERS
-from app.recovery.resume import apply_resume
+from app.recovery.resume import resume_training
 from app.stop import stop_reason
 from app.tracking.recorder import RunFolderRecorder
 from tests.checkpoint.test_best import save
@@ -101,8 +101,8 @@ def test_a_run_that_stopped_early_is_finished_until_its_settings_let_it_go_on(
     )
     with (run / "metrics.jsonl").open("a") as metrics:
         metrics.write('{"step": 4, "eval/accuracy": 0.92}\n')
-    resumption = apply_resume(composed(f"resume={run}", *overrides))
-    assert (resumption.finished, resumption.accuracy) == (finished, 0.92 if finished else 0.0)
+    resumption = resume_training(composed(f"resume={run}", *overrides), tmp_path / "new")
+    assert resumption.accuracy == (0.92 if finished else None)
     if finished:
         assert "stop.at_accuracy=0.9" in resumption.notes[-1]
 
@@ -111,7 +111,7 @@ def test_an_interrupted_run_is_resumed_though_its_evaluation_would_stop_it(tmp_p
     run = a_run(tmp_path / "run", "stop.at_accuracy=0.9", step=4, reached=4, status="interrupted")
     with (run / "metrics.jsonl").open("a") as metrics:
         metrics.write('{"step": 4, "eval/accuracy": 0.92}\n')
-    assert apply_resume(composed(f"resume={run}")).checkpoint == run / "checkpoints" / "step_4"
+    assert resume_training(composed(f"resume={run}"), tmp_path / "new").checkpoint == run / "checkpoints" / "step_4"
 
 
 @pytest.mark.parametrize(("accuracy", "stops"), [(0.8, False), (0.95, True)])
@@ -121,12 +121,12 @@ def test_the_summary_says_why_a_run_stopped(
     settings = config(steps=6, every=2)
     settings.stop = StopConfig(at_accuracy=0.9, patience=4)
 
-    async def trained(_config: RunConfig, _folder: Path, recorder: RunFolderRecorder, _schedule: None) -> None:
+    async def trained(_config: RunConfig, _folder: Path, _inputs: None, recorder: RunFolderRecorder, _: None) -> None:
         recorder.log(2, {"time/step": 1.0})
         recorder.log_eval(2, {"eval": {"accuracy": accuracy}})
 
     monkeypatch.setattr(train, "_train", trained)
     save(tmp_path, [(2, accuracy)])
-    train.run(settings, tmp_path)
+    train.run(settings, tmp_path, None)  # type: ignore[arg-type]
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert (summary["status"], "stop/reason" in summary) == ("finished", stops)

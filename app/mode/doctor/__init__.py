@@ -24,13 +24,12 @@ from app.data.build import conversation
 from app.environment.protocol import Task
 from app.environment.wire import Answer, End, SampleRequest
 from app.errors import FAILED_EXIT, ConfigError
-from app.mode import NOT_GIVEN, ModeResult
+from app.mode import ModeResult
 from app.mode.doctor import device, software
 from app.reward.tryout import Tokenize, tokenizer_of
 from app.start.environments import tried_pool, without_log
-from app.start.finding import CheckStatus, Finding, outcome
 from app.start.input_checks import REFUSED
-from app.start.inputs import CheckStage, RunInputs
+from app.start.inputs import CheckStage, CheckStatus, Finding, RunInputs, outcome
 from app.start.preflight import findings
 from app.tracking.number_format import plural
 from app.utils.child_environment import LAUNCHER, encoding, home_is_writable
@@ -49,16 +48,18 @@ CLOSING_S = 15.0  # for the end of an episode that is aborted
 QUESTION, ANSWER = "1+1=", "2"  # where the rows are not on this machine
 PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 
+OUTPUTS = Path("outputs")
 
-def run(config: RunConfig, folder: Path) -> ModeResult:
+
+def run(config: RunConfig, folder: Path | None) -> ModeResult:
     """Print the findings. The metric is the exit code."""
-    found = examine(config, "outputs" if str(folder) == NOT_GIVEN else str(folder))
+    found = examine(config, folder or OUTPUTS)
     sys.stdout.write(table(found) + "\n")
     code = FAILED_EXIT if any(each.status is CheckStatus.fail for each in found) else 0
     return ModeResult(float(code), code)
 
 
-def examine(config: RunConfig, folder: str = "outputs") -> list[Finding]:
+def examine(config: RunConfig, folder: Path = OUTPUTS) -> list[Finding]:
     """Run every check, in the order in which problems should be fixed."""
     inputs = RunInputs(config, CheckStage.doctor, folder=folder)
     return [

@@ -21,7 +21,7 @@ from app.mode.doctor.software import installed, uses_memory_saver
 from app.mode.plan.memory import plan_memory
 from app.model.architecture import architecture_of, unknown_shapes
 from app.rollout.engine.server_args import engine_flags
-from app.start.finding import CheckStatus, Finding, outcome
+from app.start.inputs import CheckStatus, Finding, outcome
 from app.utils.units import GIB
 
 TOOLKIT_TIMEOUT_S = 30

@@ -11,7 +11,7 @@ from packaging.version import Version
 from app.config import RunConfig
 from app.config.placement import PlacementKind
 from app.device import Device
-from app.start.finding import CheckStatus, Finding, outcome
+from app.start.inputs import CheckStatus, Finding, outcome
 
 PYTHON = SpecifierSet(">=3.11,<3.13")
 DISTRIBUTION = "hydra-posttrain"

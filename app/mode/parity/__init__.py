@@ -35,6 +35,7 @@ from app.model.kernels import CPU_KERNELS, Kernels, kernels_of
 from app.model.load import load
 from app.model.lora.layer import randomize
 from app.model.policy import PolicyModel, named_trained_tensors
+from app.start.inputs import RunInputs
 from app.trainer.microbatch import MicroBatch, Sample, pack
 from app.types import Completion, FinishReason, Prompt, TokenSequence
 
@@ -87,7 +88,7 @@ class Outcome:
     gradients: dict[str, Tensor]  # checkpoint name → gradient
 
 
-def run(config: RunConfig, folder: Path) -> ModeResult:
+def run(config: RunConfig, folder: Path, inputs: RunInputs) -> ModeResult:
     """Print all comparisons and write `parity.json`. The metric is the worst error as a share of its bound."""
     device = device_of(config.device.kind)
     dtype = config.device.dtype
@@ -95,7 +96,7 @@ def run(config: RunConfig, folder: Path) -> ModeResult:
     path = locate(config.model)
 
     # the engine first: later this process holds device memory
-    engine_lines = engine_comparisons(config, path, folder)
+    engine_lines = engine_comparisons(config, path, folder, inputs)
     lora = config.model.lora
     reference = compute(path, CPU, Dtype.float32, CPU_KERNELS, trust, lora)
     outcome = compute(path, device.torch_device(), dtype, kernels_of(device, config.trainer.compile), trust, lora)
@@ -117,9 +118,9 @@ def run(config: RunConfig, folder: Path) -> ModeResult:
     return ModeResult(worst, 0 if passed else FAILED_EXIT)
 
 
-def engine_comparisons(config: RunConfig, path: Path, folder: Path) -> list[Comparison]:
+def engine_comparisons(config: RunConfig, path: Path, folder: Path, inputs: RunInputs) -> list[Comparison]:
     """Compare an engine's synced weights and its log-probabilities, with LoRA those of each version of the adapters."""
-    sampled = sample(config, folder)
+    sampled = sample(config, folder, inputs)
     if error := sampled[-1].error:
         log.error(error)
         return [Comparison(SYNCED, 1.0, SYNCED_BOUND)]

@@ -36,6 +36,7 @@ from app.model.lora.names import adapter_tensors
 from app.model.policy import PolicyModel, named_checkpoint_tensors
 from app.model.sharding import local_shard, own_rows
 from app.placement.time_sharing import TimeSharing
+from app.start.inputs import RunInputs
 from app.start.session import RolloutWorkers, TrainerWorkers, start_rollout_workers, start_trainer_workers
 from app.tracking.run_folder.timeline import Timeline
 from app.types import Completion, GroupRequest, Sampling
@@ -77,7 +78,7 @@ class StderrRecorder:
         self.status(text)
 
 
-def sample(config: RunConfig, folder: Path) -> list[Sampled]:
+def sample(config: RunConfig, folder: Path, inputs: RunInputs) -> list[Sampled]:
     """Start trainer and engines, sync each version, sample it, and shut down.
 
     Raises:
@@ -85,16 +86,16 @@ def sample(config: RunConfig, folder: Path) -> list[Sampled]:
     """
     verified = deepcopy(config)
     verified.weight_sync.verify = Verify.always
-    return asyncio.run(until_signal(_sample(verified, folder)))
+    return asyncio.run(until_signal(_sample(verified, folder, inputs)))
 
 
-async def _sample(config: RunConfig, folder: Path) -> list[Sampled]:
+async def _sample(config: RunConfig, folder: Path, inputs: RunInputs) -> list[Sampled]:
     device = device_of(config.device.kind)
     recorder = StderrRecorder()
     seeds: Sequence[int | None] = ADAPTER_SEEDS if config.model.lora.enabled else SEEDS
 
     async with (
-        start_rollout_workers(config, device, folder, recorder) as workers,
+        start_rollout_workers(config, device, folder, inputs, recorder) as workers,
         start_trainer_workers(config, device, folder, workers, first=True) as training,
     ):
         await training.trainer.attach(EXTENSION, Versions)

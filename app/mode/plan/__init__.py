@@ -27,15 +27,16 @@ from app.start.preflight import problems
 from app.tracking.number_format import plural
 
 
-def run(config: RunConfig, _folder: Path) -> ModeResult:
+def run(config: RunConfig, _folder: Path | None) -> ModeResult:
     """Print the plan, and which inputs a run on this machine would refuse.
 
     Raises:
         ConfigError: The model and the settings of its preset do not go together.
     """
-    sizes(RunInputs(config, CheckStage.plan))
-    refused = problems(config)  # counts the steps of epochs
-    sections = [describe(config, given_settings())]
+    inputs = RunInputs(config, CheckStage.plan)
+    sizes(inputs)
+    refused = problems(inputs)  # counts the steps of epochs
+    sections = [describe(inputs.config, given_settings())]
     if refused:
         sections.append("\n  ".join(["A run on this machine would be refused", *refused.values()]))
 

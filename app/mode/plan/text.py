@@ -21,7 +21,7 @@ from app.mode.plan.memory import EngineMemoryPlan, MemoryPlan, Phase, capacity, 
 from app.mode.plan.trainer_memory import BACKWARD
 from app.model.architecture import Architecture, adapter_parameters
 from app.rollout.engine.server_args import render_flags, teacher_flags
-from app.start.disk import CHECKPOINT_BYTES, plan_disk
+from app.start.input_checks import CHECKPOINT_BYTES, plan_disk
 from app.tracking.number_format import duration
 from app.utils.units import GIB, MIB, size
 

@@ -16,12 +16,13 @@ from app.config import RunConfig
 from app.mode import ModeResult, train
 from app.placement.context import RunContext
 from app.placement.controller import PlacementController
+from app.start.inputs import RunInputs
 from app.types import Group, SyncReport
 
 
-def run(config: RunConfig, folder: Path) -> ModeResult:
+def run(config: RunConfig, folder: Path, inputs: RunInputs) -> ModeResult:
     """Imitate to the last step; the metric is the last evaluation's accuracy, or 0 without one."""
-    return train.run(config, folder, Supervised)
+    return train.run(config, folder, inputs, Supervised)
 
 
 class Supervised(PlacementController):

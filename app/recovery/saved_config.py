@@ -1,0 +1,176 @@
+"""The saved configuration of a run: written with absolute paths, read, and taken over by a command that resumes it.
+
+Numbers and flags that refer to the environment are saved resolved. A text may be a secret: its reference is saved, and
+a salted digest of its value, which a resume compares.
+"""
+
+import glob
+import json
+import os
+import secrets
+from collections.abc import Collection, Mapping
+from copy import deepcopy
+from hashlib import scrypt
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
+
+from app.config import RunConfig
+from app.config.command_line import names_of
+from app.config.compose import config_error
+from app.config.model import TINY_PRESETS
+from app.errors import ConfigError, echo, yaml_text
+from app.tracking.run_folder import CONFIG, flatten
+from app.utils.files import replace_file
+
+SAVED = Path(CONFIG) / "config.yaml"
+DIGESTS = Path(CONFIG) / "environment.json"  # by setting: salt and digest
+PATHS = ("path", "eval_path", "demonstrations", "chat_template")  # settings of files
+REFERENCE = "${oc.env:"
+ALWAYS = ("hydra", "mode", "resume")  # never taken from the saved configuration
+TEACHERS = ("teacher.urls",)  # they may move, but their term of the loss may not come or go
+
+
+def save(settings: DictConfig, folder: Path) -> None:
+    """Write the settings of the run in `folder`. The configuration is last: a folder without it holds no run."""
+    raw, resolved = (OmegaConf.to_container(settings, resolve=each, enum_to_str=True) for each in (False, True))
+    values = flatten(resolved)
+    referring = [key for key, value in flatten(raw).items() if REFERENCE in json.dumps(value, default=str)]
+    digests = {key: _digest(values[key], secrets.token_hex(16)) for key in referring if not _is_number(values[key])}
+
+    replace_file(folder / DIGESTS, json.dumps(digests, indent=1))
+    replace_file(folder / SAVED, OmegaConf.to_yaml(absolute_paths(_with_references(raw, resolved))))
+
+
+def load(folder: Path) -> DictConfig:
+    """Load the settings of a run. Those that an earlier version had are left out, and named on the screen.
+
+    Raises:
+        ConfigError: The others do not fit today's schema.
+    """
+    settings, gone = OmegaConf.load(folder / SAVED), list[str]()
+    while True:
+        try:
+            saved = OmegaConf.merge(OmegaConf.structured(RunConfig), settings)
+            break
+        except ConfigKeyError as error:
+            section, _, name = str(error.full_key).rpartition(".")
+            gone.append(f"{error.full_key}={yaml_text(OmegaConf.select(settings, str(error.full_key)))}")
+            del (OmegaConf.select(settings, section) if section else settings)[name]
+        except OmegaConfBaseException as error:
+            why = f"{SAVED} is not a configuration of this version: {config_error(error)}"
+            raise ConfigError("resume", folder, reason=why) from error
+    if gone:
+        echo(f"the run in {folder} was saved by an earlier version, whose settings {', '.join(gone)} are left out")
+    assert isinstance(saved, DictConfig)
+    return saved
+
+
+def take_over(
+    settings: DictConfig, saved: DictConfig, folder: Path, changeable: Collection[str]
+) -> tuple[DictConfig, tuple[str, ...]]:
+    """Return the saved settings with the overrides of this command, and a sentence on what these change.
+
+    Raises:
+        ConfigError: An override, or a variable of the environment, would change a setting that must stay.
+    """
+    _require_same_environment(saved, folder, changeable)
+    given = [key for key in names_of(settings.hydra.overrides.task) if not _is_in(key, ALWAYS)]
+    sections = [str(key) for key in saved if key not in ALWAYS]
+    # The presets of a group without a section (`experiment`) may set anything. A data preset selects its reward.
+    keys = {*given, *(sections if any("." not in key and key not in sections for key in given) else ())}
+    keys |= {"reward"} if "data" in keys and "reward" in changeable else set()
+
+    merged = deepcopy(settings)
+    with open_dict(merged):
+        for key in sections:
+            merged[key] = saved[key]
+        for key in sorted((key for key in keys if "." in key or key in sections), key=lambda key: key.count(".")):
+            words = key.split(".")
+            parts = (".".join(words[:count]) for count in range(1, len(words) + 1))
+            missing = next((each for each in parts if OmegaConf.select(merged, each) is None), key)  # an evaluation set
+            OmegaConf.update(merged, missing, deepcopy(OmegaConf.select(settings, missing)), merge=False)
+        if "steps" in given and "epochs" not in given:
+            merged.epochs = None
+
+    changes = _changes(saved, merged, folder, changeable)
+    return merged, (f"overrides of the run in {folder}: {', '.join(changes)}",) if changes else ()
+
+
+def _changes(saved: DictConfig, merged: DictConfig, folder: Path, changeable: Collection[str]) -> list[str]:
+    """Return the differences for the screen. Raises `ConfigError` for a setting that must stay."""
+    before, after = _leaves(saved), _leaves(merged)
+    raw_before, raw_after = flatten(saved), flatten(merged)
+    changes: list[str] = []
+    for name in (name for name in {**before, **after} if before.get(name) != after.get(name)):
+        was, now = before.get(name, "null"), after.get(name, "null")
+        stays = not _is_in(name, changeable) or (_is_in(name, TEACHERS) and not {"null", "[]"}.isdisjoint((was, now)))
+        # The value of a reference may be a secret.
+        was, now = (
+            yaml_text(raw[name]) if REFERENCE in str(raw.get(name)) else value
+            for raw, value in ((raw_before, was), (raw_after, now))
+        )
+        if stays:
+            why = f"the run in {folder} has {name}={was}; start another run from its model, see mode=export"
+            raise ConfigError(name, now, reason=why)
+        changes.append(f"{name}={now} (was {was})")
+    return changes
+
+
+def _leaves(settings: DictConfig) -> Mapping[str, str]:
+    """Return the settings as texts by their dotted names, those that are left to the schema included."""
+    known = OmegaConf.masked_copy(settings, [str(key) for key in settings if key not in ALWAYS])
+    complete = OmegaConf.merge(OmegaConf.structured(RunConfig), OmegaConf.to_container(known, resolve=True))
+    values = flatten(absolute_paths(OmegaConf.to_container(complete, resolve=True, enum_to_str=True)))
+    return {key: yaml_text(value) for key, value in values.items() if value != {} and key not in ALWAYS}
+
+
+def _require_same_environment(saved: DictConfig, folder: Path, changeable: Collection[str]) -> None:
+    """Raise `ConfigError` if a setting outside of `changeable` refers to another text than when the run was saved."""
+    file = folder / DIGESTS
+    digests: dict[str, str] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    for key in (key for key in digests if not _is_in(key, changeable)):
+        try:
+            now = flatten(OmegaConf.to_container(saved, resolve=True, enum_to_str=True)).get(key)
+        except OmegaConfBaseException:  # a variable that is not set
+            now = None
+        if _digest(now, digests[key].partition(":")[0]) != digests[key]:
+            accepted = f"the value that the environment had when the run in {folder} was saved"
+            raise ConfigError(key, flatten(saved).get(key), accepted, "its variable has another one now, or none")
+
+
+def _is_in(key: str, names: Collection[str]) -> bool:
+    """Whether a key is one of the settings or sections `names`, or below one."""
+    return any(f"{key}.".startswith(f"{name}.") for name in names)
+
+
+def absolute_paths(settings: Any, name: str = "") -> Any:
+    """Return plain values of settings with the files and folders that exist by their absolute paths."""
+    if isinstance(settings, dict):
+        return {key: absolute_paths(value, str(key)) for key, value in settings.items()}
+    if isinstance(settings, list):
+        return [absolute_paths(each, name) for each in settings]
+    if name not in PATHS or not isinstance(settings, str) or "${" in settings or settings in TINY_PRESETS.values():
+        return settings
+    path = os.path.expanduser(settings)
+    return os.path.abspath(path) if os.path.exists(path) or glob.has_magic(path) else settings  # the id of a hub
+
+
+def _with_references(raw: Any, resolved: Any) -> Any:
+    """Return the resolved values, but texts that refer to the environment as they were given."""
+    if isinstance(raw, dict):
+        return {key: _with_references(value, resolved[key]) for key, value in raw.items()}
+    if isinstance(raw, list):
+        return [_with_references(*pair) for pair in zip(raw, resolved, strict=True)]
+    return raw if isinstance(raw, str) and REFERENCE in raw and not _is_number(resolved) else resolved
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float)
+
+
+def _digest(value: Any, salt: str) -> str:
+    text = json.dumps(value, default=str).encode()
+    return f"{salt}:{scrypt(text, salt=salt.encode(), n=2**14, r=8, p=1, dklen=16).hex()}"

@@ -1,0 +1,76 @@
+"""What a command runs: its configuration with `resume` applied, its folder, and what it continues."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from app.config import Mode, RunConfig, compose
+from app.errors import expect
+from app.recovery.resume import (
+    NEVER,
+    Resumption,
+    require_unused,
+    resume_evaluation,
+    resume_preview,
+    resume_training,
+    state_of,
+)
+
+PREVIEWS = (Mode.plan, Mode.doctor)  # of a run with the same settings
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One run of a mode."""
+
+    mode: Mode  # that of `config`, but for a preview of mode=sft
+    config: RunConfig
+    resumption: Resumption
+    given_folder: Path | None  # `hydra.run.dir`; None where it is left to its default, a new folder
+    seen: tuple[int, ...]  # state of the folder, on which all of this depends
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the run."""
+        return self.resumption.folder
+
+
+def settle(composed: DictConfig, folder: Path, *, sweep: bool = False) -> Job:
+    """Return what is run.
+
+    Args:
+        composed: As Hydra composed it, with its own section. It is not changed.
+        folder: Of a new run.
+        sweep: Whether this is a job of a sweep.
+
+    Raises:
+        ConfigError: A setting is not accepted, or `resume` names nothing that can be continued.
+        CheckpointError: The checkpoint that `resume` names is incomplete.
+    """
+    run: Any = OmegaConf.to_container(composed.hydra.run, resolve=False)
+    text = str(run["dir"] or "").strip()
+    expect(bool(text), "hydra.run.dir", "", "a folder; the value is empty, as that of an unset variable of the shell")
+    given = None if "${" in text else Path(text)
+
+    settings = compose.prepare(composed)
+    mode: Mode = settings.mode
+    anew = not sweep or settings.resume == NEVER
+    expect(anew, "resume", settings.resume, "never in a sweep, whose jobs are new runs")
+    if mode in PREVIEWS:
+        if f"mode={Mode.sft.name}" in settings.hydra.overrides.task:  # `mode=sft … mode=plan`
+            settings.mode = Mode.sft
+        resumption = resume_preview(settings, folder)
+    elif mode.trains:
+        resumption = resume_training(settings, folder)
+    elif mode is Mode.eval:
+        resumption = resume_evaluation(settings, folder)
+    else:
+        if mode is Mode.parity:
+            expect(settings.resume == NEVER, "resume", settings.resume, "never with mode=parity")
+            require_unused(folder, mode)
+        resumption = Resumption(settings, folder)
+
+    config = compose.resolve(resumption.settings)
+    return Job(config.mode if mode not in PREVIEWS else mode, config, resumption, given, state_of(resumption.folder))
