@@ -50,7 +50,8 @@ def load(folder: Path) -> DictConfig:
     Raises:
         ConfigError: The others do not fit today's schema.
     """
-    settings, gone = OmegaConf.load(folder / SAVED), list[str]()
+    settings: Any = OmegaConf.load(folder / SAVED)
+    gone: list[str] = []
     while True:
         try:
             saved = OmegaConf.merge(OmegaConf.structured(RunConfig), settings)

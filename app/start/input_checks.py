@@ -339,7 +339,6 @@ def reward(run: RunInputs) -> Iterator[Finding]:
         return
     from app.reward.tryout import tokenizer_of, try_rewards
 
-    run.status("trying the reward")
     # those that read turns or scores would fail on completions made up without them
     tried = replace(config.reward, tryout=config.reward.tryout and not config.environment.multi_turn)
     tokenize = tokenizer_of(run.tokenizer) if run.moment is CheckStage.start else lambda text: list(text.encode())

@@ -120,7 +120,6 @@ class RunInputs:
     @cached_property
     def tasks(self) -> Sequence[Mapping[str, Any]]:
         """With `data.name=environment` the tasks of the environment, which a worker process loads in any case."""
-        self.status("trying the environment")
         return require_environment(self.config, self.model_path)
 
     @cached_property

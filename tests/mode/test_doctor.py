@@ -33,7 +33,7 @@ def of(found: Iterable[Finding], subject: str) -> Finding:
 
 
 def inputs(*overrides: str) -> list[Finding]:
-    return list(findings(RunInputs(composed(*overrides), CheckStage.doctor, "outputs")))
+    return list(findings(RunInputs(composed(*overrides), CheckStage.doctor, Path("outputs"))))
 
 
 def checked(check: Any, *overrides: str) -> list[Finding]:

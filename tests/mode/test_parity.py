@@ -14,7 +14,7 @@ import torch
 from app.config.device import Dtype
 from app.config.model import LoraConfig
 from app.errors import FAILED_EXIT
-from app.mode import parity
+from app.mode import ModeResult, parity
 from app.mode.parity import (
     ADAPTED,
     BOUNDS,
@@ -34,6 +34,7 @@ from app.model.kernels import CPU_KERNELS
 from app.model.load import load
 from app.model.packing import Packing
 from app.model.policy import named_checkpoint_tensors
+from app.start.inputs import CheckStage, RunInputs
 from app.types import Completion, FinishReason
 from tests.compose import composed
 from tests.rollout.caching_double import REFRESHED, assignments, environment
@@ -139,15 +140,20 @@ def test_the_weights_of_the_checkpoint_come_back(tiny_model: Path) -> None:
     assert all(torch.equal(before[name], tensor) for name, tensor in named_checkpoint_tensors(rank.model))
 
 
+def run_parity(model: Path, folder: Path) -> ModeResult:
+    config = composed(f"model.path={model}")
+    return parity.run(config, folder, RunInputs(config, CheckStage.start))
+
+
 def test_a_weight_sync_that_differs_fails(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     different = Sampled(np.zeros(1, dtype=np.int32), (), error="a tensor differs")
     monkeypatch.setattr(parity, "sample", lambda *_: [different])
-    assert parity.run(composed(f"model.path={tiny_model}"), tmp_path).exit_code == FAILED_EXIT
+    assert run_parity(tiny_model, tmp_path).exit_code == FAILED_EXIT
 
 
 def test_the_cpu_agrees_with_itself(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parity, "engine_comparisons", lambda *_: [])  # it starts a whole run
-    result = parity.run(composed(f"model.path={tiny_model}"), tmp_path)
+    result = run_parity(tiny_model, tmp_path)
     assert result.exit_code == 0
     assert result.metric < 0.01
     written = json.loads((tmp_path / FILE).read_text())

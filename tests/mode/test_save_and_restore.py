@@ -171,10 +171,10 @@ async def test_records_are_on_disk_before_the_checkpoint_of_their_step(
 class Restored(SimTrainer):
     """Notes what it was restored from."""
 
-    restored: list[str] = field(default_factory=list)
+    restorations: list[str] = field(default_factory=list)
 
     async def restore(self, folder: Path, *, version: int) -> None:
-        self.restored.append(f"{folder.name} as {version}")
+        self.restorations.append(f"{folder.name} as {version}")
 
 
 class Resumed:
@@ -218,7 +218,7 @@ class Resumed:
 def test_a_run_that_goes_back_keeps_its_later_checkpoints_and_names_them(tmp_path: Path) -> None:
     run = Resumed(tmp_path)
     assert run.resume(str(run.checkpoints / "step_20")) == 20
-    assert run.trainer.restored == ["step_20 as 20"]
+    assert run.trainer.restorations == ["step_20 as 20"]
     assert len(run.cursor.state()["returned"]) == 3
     assert names(tmp_path) == {"latest", "step_20", "aside"}
     aside = run.checkpoints / "aside"
@@ -232,7 +232,7 @@ def test_checkpoints_that_latest_never_named_are_set_aside_by_a_run_that_starts_
     run = Resumed(tmp_path)
     (run.checkpoints / "latest").unlink()  # killed between a rename and `latest`
     assert run.resume("auto") == 0
-    assert run.trainer.restored == []
+    assert run.trainer.restorations == []
     aside = run.checkpoints / "aside"
     assert names(tmp_path) == {"aside"}
     assert {each.name for each in aside.iterdir()} == {"step_20", "step_40", "step_60"}
@@ -245,7 +245,7 @@ def test_other_data_is_refused_before_anything_has_changed(tmp_path: Path) -> No
     run = Resumed(tmp_path, rows=11)
     with refused("data"):
         run.resume(str(run.checkpoints / "step_20"))
-    assert run.trainer.restored == []
+    assert run.trainer.restorations == []
     assert names(tmp_path) == {"latest", "step_20", "step_40", "step_60"}
     assert latest(tmp_path) == run.checkpoints / "step_60"
 
@@ -257,7 +257,7 @@ def test_a_damaged_newest_checkpoint_is_stepped_over_with_a_warning(resume: str,
     damaged = run.checkpoints / "step_60"
     flip_a_byte(damaged / DATA)
     assert run.resume(str(damaged) if resume == "named" else resume, restarts=restarts) == 40
-    assert run.trainer.restored == ["step_40 as 40"]
+    assert run.trainer.restorations == ["step_40 as 40"]
     assert names(tmp_path) == {"latest", "step_20", "step_40", "aside"}
     first, second = run.warnings
     assert re.search(f"step_40 .*{damaged} is damaged: {DATA}", first)
@@ -269,4 +269,4 @@ def test_a_damaged_checkpoint_that_was_named_is_refused(tmp_path: Path) -> None:
     flip_a_byte(run.checkpoints / "step_40" / DATA)
     with pytest.raises(CheckpointError, match=rf"step_40 is damaged: {DATA} has checksum"):
         run.resume(str(run.checkpoints / "step_40"))
-    assert (run.trainer.restored, names(tmp_path)) == ([], {"latest", "step_20", "step_40", "step_60"})
+    assert (run.trainer.restorations, names(tmp_path)) == ([], {"latest", "step_20", "step_40", "step_60"})
