@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import accumulate
+from math import sqrt
 from typing import Any
 
 import torch
@@ -101,12 +102,12 @@ def packed(
 
 @cache
 def varlen_kernel() -> Callable[..., Any] | None:
-    """Return torch's varlen attention; None if this torch has none that takes grouped heads."""
+    """Return torch's varlen attention, or None if this torch does not have it."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
-    return varlen_attn if "enable_gqa" in inspect.signature(varlen_attn).parameters else None
+    return varlen_attn
 
 
 def varlen(
@@ -117,11 +118,32 @@ def varlen(
     packing: Packing,
     scaling: float | None,
 ) -> Tensor:
-    """Causal attention with the varlen kernel: [T, H, D]."""
+    """Causal attention with the varlen kernel: [T, H, D].
+
+    The kernel's first version had no window, scale or grouped heads, so its signature decides which arguments it gets.
+    """
+    accepted = inspect.signature(kernel).parameters
+    options: dict[str, Any] = {}
+    if "window_size" in accepted:
+        options["window_size"] = (-1, 0)
+    else:
+        options["is_causal"] = True
+
+    if "scale" in accepted:
+        options["scale"] = scaling
+    elif scaling is not None:
+        query = query * (scaling * sqrt(query.shape[3]))
+
+    if "enable_gqa" in accepted:
+        options["enable_gqa"] = True
+    else:
+        heads = query.shape[1]
+        key = _repeat(key, heads)
+        value = _repeat(value, heads)
+
     q, k, v = (packing.write_out(_by_token(tensor)) for tensor in (query, key, value))
-    ends, longest = packing.cu_seqlens, packing.longest
-    out = kernel(q, k, v, ends, ends, longest, longest, scale=scaling, window_size=(-1, 0), enable_gqa=True)
-    return packing.take_back(out)
+    boundaries = packing.cu_seqlens
+    return packing.take_back(kernel(q, k, v, boundaries, boundaries, packing.longest, packing.longest, **options))
 
 
 def mix_packed(mixer: nn.Module, kernels: LinearKernels | None) -> None:

@@ -1,6 +1,7 @@
-"""The varlen kernel is called for the same result as the buckets."""
+"""The varlen kernel is called for the same result as the buckets, in every version of its signature."""
 
 import inspect
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -31,7 +32,24 @@ def attention_by_loops(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Te
     return out
 
 
-def by_loops(
+def first_version(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    is_causal: bool = False,
+) -> Tensor:
+    """The first signature in torch: no scale, no grouped heads."""
+    assert is_causal
+    assert max_q == max_k == max(LENGTHS)
+    assert key.shape == value.shape == query.shape
+    return attention_by_loops(query, key, value, cu_seq_q, query.shape[2] ** -0.5)
+
+
+def later_version(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -44,22 +62,23 @@ def by_loops(
     window_size: tuple[int, int] = (-1, -1),
     enable_gqa: bool = False,
 ) -> Tensor:
-    """With the arguments of torch's kernel that are used."""
+    """The signature in torch 2.13."""
     assert window_size == (-1, 0)
     assert enable_gqa
     assert key.shape[1] == KV_HEADS
     return attention_by_loops(query, key, value, cu_seq_k, query.shape[2] ** -0.5 if scale is None else scale)
 
 
+@pytest.mark.parametrize("kernel", [first_version, later_version])
 @pytest.mark.parametrize("scaling", [None, 0.2])
-def test_the_kernel_call_equals_the_buckets(scaling: float | None) -> None:
+def test_the_kernel_call_equals_the_buckets(kernel: Callable[..., Tensor], scaling: float | None) -> None:
     torch.manual_seed(0)
     tokens = sum(LENGTHS)
     query = torch.randn(1, HEADS, tokens, WIDTH, dtype=torch.float64)
     key, value = torch.randn(2, 1, KV_HEADS, tokens, WIDTH, dtype=torch.float64)
     layout = packing(LENGTHS)
     bucketed, _ = packed(nn.Module(), query, key, value, None, packing=layout, scaling=scaling)
-    by_kernel = varlen(by_loops, query, key, value, layout, scaling)
+    by_kernel = varlen(kernel, query, key, value, layout, scaling)
     torch.testing.assert_close(by_kernel, bucketed.squeeze(0), rtol=1e-10, atol=1e-12)
 
 
@@ -75,7 +94,7 @@ def test_shared_tokens_attend_and_get_gradients_as_if_every_sequence_had_its_own
 
     ours = [each.clone().requires_grad_() for each in inputs]
     if by_kernel:
-        mixed = varlen(by_loops, ours[0], ours[1], ours[2], layout, None)
+        mixed = varlen(later_version, ours[0], ours[1], ours[2], layout, None)
     else:
         mixed = packed(nn.Module(), ours[0], ours[1], ours[2], None, packing=layout)[0].squeeze(0)
     theirs = [each.clone().requires_grad_() for each in inputs]
@@ -97,10 +116,11 @@ def test_shared_tokens_attend_and_get_gradients_as_if_every_sequence_had_its_own
 def test_the_kernel_of_torch_has_this_signature() -> None:
     kernel = varlen_kernel()
     if kernel is None:
-        pytest.skip("this torch has no varlen attention with grouped heads")
-    ours, theirs = (list(inspect.signature(each).parameters) for each in (by_loops, kernel))
-    assert ours[:7] == theirs[:7]
-    assert {*ours} <= {*theirs}
+        pytest.skip("this torch has no varlen attention")
+    theirs = list(inspect.signature(kernel).parameters)
+    ours = list(inspect.signature(first_version).parameters)[:7]
+    assert theirs[:7] == ours
+    assert {"window_size", "is_causal"} & set(theirs)
 
 
 @pytest.mark.parametrize("unsupported", [{"softcap": 50.0}, {"s_aux": torch.zeros(4)}])
