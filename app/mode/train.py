@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from app.checkpoint.export import export_trained
-from app.checkpoint.folder import ResumePoint
+from app.checkpoint.folder import ResumePoint, named
 from app.checkpoint.manager import CheckpointManager
 from app.checkpoint.run_state import require_model
 from app.cluster.memory_monitor import MemoryMonitor
@@ -40,7 +40,6 @@ from app.placement.controller import PlacementController
 from app.placement.fully_async import FullyAsync
 from app.placement.time_sharing import TimeSharing
 from app.protocols import Trainer
-from app.recovery.resume import AUTO, NEVER, locate
 from app.recovery.retrying_sync import RetryingWeightSync
 from app.start.idle_settings import idle_settings
 from app.start.inputs import RunInputs
@@ -208,12 +207,11 @@ class TrainingRun:
         Raises:
             CheckpointError: A checkpoint that was named is damaged, all are, or it is of another model.
         """
-        begun = self.restarts > 0 or self.config.resume in (AUTO, NEVER)
-        named = None if begun else locate(self.config.resume)[1]
-        if named is not None or self.checkpoints.folder.is_dir():
+        given = _named(self.config.resume) if self.restarts == 0 else None
+        if given is not None or self.checkpoints.folder.is_dir():
             self.recorder.status("comparing the checkpoint with its checksums")
 
-        point = await self.checkpoints.resume_point(named)
+        point = await self.checkpoints.resume_point(given)
         if point is not None:
             require_model(point.state, self._identity, point.path)
         return point
@@ -284,6 +282,11 @@ class TrainingRun:
             demonstrator=workers.inputs.demonstrator if config.mode is Mode.sft else None,
             demonstrations=workers.inputs.demonstrations if config.data.demonstrations is not None else None,
         )
+
+
+def _named(resume: str) -> Path | None:
+    """Return the checkpoint that `resume=` names, if it names a checkpoint and not a run."""
+    return named(Path(resume).expanduser())
 
 
 def _names(paths: Sequence[Path]) -> str:

@@ -102,7 +102,9 @@ def resume_training(settings: DictConfig, folder: Path) -> Resumption:
     stopped = _stopped(merged, folder, step)
     # A run that ended after its last step may still have to evaluate and export it.
     if stopped or step > merged.steps or (step == merged.steps and finished):
-        ended = f"stopped early at step {step}: {stopped}" if stopped else f"is at step {step}: give a larger steps=…"
+        ended = f"{'finished' if finished else 'is'} at step {step}: give a larger steps=… to continue it"
+        if stopped:
+            ended = f"stopped early at step {step} ({stopped}): change that setting, or give null, to continue it"
         accuracy = summary.accuracy(summary.read(folder))
         return Resumption(merged, folder, notes=(*notes, f"the run in {folder} {ended}"), accuracy=accuracy)
     accepted = f"another hydra.run.dir; the run in {folder} finished at step {step} without a checkpoint"
