@@ -10,7 +10,7 @@ class RecoveryConfig:
     """How many failures a run survives."""
 
     max_restarts: int = setting(
-        3, "Restarts of a failed trainer from the latest checkpoint before the run fails.", at_least=0
+        3, "Restarts of a failed trainer, without a further step between them, before the run fails.", at_least=0
     )
     max_engine_failures: int = setting(
         5,

@@ -13,7 +13,8 @@
 
 Recovery: whatever fails in the trainer ends one pass of `train_with_restarts`. Its open step is aborted; if that works,
 the last finished step is saved. Engines abort their requests, new ranks start, and the run continues from the latest
-checkpoint, at most `recovery.max_restarts` times. A resumed run takes the same path in a new process.
+checkpoint, at most `recovery.max_restarts` times without a further step. A resumed run takes the same path in a new
+process.
 """
 
 import asyncio
@@ -129,6 +130,8 @@ class TrainingRun:
             timeout_s=config.trainer.timeout_s,
         )
         self.restarts = 0
+        self._failures = 0  # of the trainer, since the run reached the step `_furthest`
+        self._furthest = 0
         self.started = False  # whether a trainer was ever started: if none can be, there is nothing to restart
         self._cursor_at_start: dict[str, Any] = workers.inputs.prompts.train.state()
 
@@ -140,10 +143,11 @@ class TrainingRun:
             try:
                 return await self._train_once(failure)
             except TrainerError as error:
-                if self.restarts >= limit or not self.started:
+                if self._failures >= limit or not self.started:
                     raise
                 failure = error
                 self.restarts += 1
+                self._failures += 1
                 self.recorder.warn(f"restarting the trainer: {error}")
                 await self.workers.supervisor.abort_in_flight()
 
@@ -165,7 +169,7 @@ class TrainingRun:
             if failure is not None:  # after the restore, which truncates records newer than the checkpoint
                 self.recorder.warn(
                     f"trainer failed; restarted from step {version} "
-                    f"(restart {self.restarts}/{self.config.recovery.max_restarts}): {failure}"
+                    f"(restart {self._failures}/{self.config.recovery.max_restarts}): {failure}"
                 )
 
             context = self._context(trainer_workers, version)
@@ -175,6 +179,8 @@ class TrainingRun:
             try:
                 return await self.run(controller)
             except TrainerError:
+                if controller.version > self._furthest:
+                    self._furthest, self._failures = controller.version, 0
                 await trainer_workers.synchronizer.abort()  # engines are in a process group with the old ranks
                 raise
 
@@ -184,8 +190,16 @@ class TrainingRun:
             try:
                 accuracy = await controller.run()
                 await self.checkpoints.wait()
-            except (asyncio.CancelledError, Exception):
+            except asyncio.CancelledError:
                 await save_last_step(controller)
+                raise
+            except Exception:
+                saving = asyncio.ensure_future(save_last_step(controller))
+                try:
+                    await asyncio.shield(saving)
+                except asyncio.CancelledError:  # by a first signal, which does not end the save
+                    await saving
+                    raise
                 raise
 
         if self.config.checkpoint.export:
@@ -310,7 +324,7 @@ async def save_last_step(controller: PlacementController) -> None:
     except RunError as error:
         reason = str(error)
     except asyncio.CancelledError:
-        reason = f"a third signal arrived during: {controller.current_phase}"
+        reason = f"a further signal arrived during: {controller.current_phase}"
         raise
     finally:
         checkpoints = controller.context.checkpoints

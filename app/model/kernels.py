@@ -75,7 +75,8 @@ def kernels_of(device: Device, compiled: Compile) -> Kernels:
 def compile_elementwise(decoder: nn.Module) -> None:
     """Compile the norms and MLPs of a decoder. Modules of one class share their graphs."""
     for module in decoder.modules():
-        if type(module).__name__.endswith((NORM, GATED_NORM, MLP)):
+        fused = type(module).__module__.startswith("fla.")  # a kernel already, in some versions of transformers
+        if type(module).__name__.endswith((NORM, GATED_NORM, MLP)) and not fused:
             module.forward = _compiled(module.forward)
 
 

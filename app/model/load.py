@@ -82,8 +82,9 @@ def load(
         _widen_decays(causal_lm)
         add_adapters(causal_lm, lora)
     if activation_checkpointing is not Checkpointing.none:
-        # No layer draws random numbers, so there is no state to restore.
-        causal_lm.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+        # Without dropout no layer of transformers draws random numbers; code from elsewhere may.
+        options = {"use_reentrant": False, "preserve_rng_state": trust_remote_code}
+        causal_lm.gradient_checkpointing_enable(options)
     if activation_checkpointing is Checkpointing.some:
         for layer in causal_lm.get_decoder().layers[1::2]:
             layer.gradient_checkpointing = False

@@ -7,8 +7,6 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from app.errors import ConfigError
-
 IMPORT_TIMEOUT_S = 60.0
 
 
@@ -79,6 +77,9 @@ def require(
     thread = threading.Thread(target=run, name=f"import {path}", daemon=True)
     thread.start()
     thread.join(IMPORT_TIMEOUT_S)
+
+    # Here, since workers in another interpreter import this module, and that may lack Hydra.
+    from app.errors import ConfigError
 
     problem = problems[0] if problems else f"it was not imported and tried within {IMPORT_TIMEOUT_S:g} s"
     if problem is not None:

@@ -49,7 +49,7 @@ def test_the_cpu_passes_on_this_machine() -> None:
 
 
 def test_the_npu_fails_clearly_on_this_machine_and_nothing_starts(tmp_path: Path) -> None:
-    done = run_warm("mode=doctor", *MISSION, f"model.path={ROOT}", "data.path=null", cwd=tmp_path)
+    done = run_warm("mode=doctor", *MISSION, f"model.path={ROOT}", "data=arithmetic", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (1, "")
     for subject in ("npu-smi", "torch_npu", "sgl_kernel_npu", "devices", "toolkit"):
         assert f"fail  {subject}" in done.stdout

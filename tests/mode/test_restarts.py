@@ -135,6 +135,42 @@ def test_a_step_that_fails_every_time_ends_the_run(tmp_path: Path, monkeypatch: 
     assert [each.restored for each in trainers[:5]] == [0, 2, 2, 2, 0]  # recovery.max_restarts=3
 
 
+def test_failures_with_steps_between_them_do_not_end_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = small(PlacementKind.colocate, tmp_path)
+    made = run(world, [*(Failing("add_groups", step) for step in range(2, STEPS + 1)), Failing()], monkeypatch)
+    assert made.restarts == STEPS - 1 > 3  # recovery.max_restarts
+    assert_whole(world)
+
+
+def test_a_signal_while_a_failed_run_saves_does_not_lose_the_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, ended = asyncio.Event(), asyncio.Event()
+
+    async def save(_: object) -> None:
+        begun.set()
+        await asyncio.sleep(0.05)
+        ended.set()
+
+    async def failed() -> float:
+        raise TrainerError("rank 1 failed")
+
+    async def main() -> None:
+        inputs = SimpleNamespace(prompts=SimpleNamespace(train=world.cursor))
+        workers: Any = SimpleNamespace(inputs=inputs, monitor=world.context().supervisor.monitor)
+        made = TrainingRun(world.config, None, tmp_path, world.recorder, workers)  # type: ignore[arg-type]
+        running = asyncio.ensure_future(made.run(SimpleNamespace(run=failed)))  # type: ignore[arg-type]
+        await begun.wait()
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+
+    world = small(PlacementKind.colocate, tmp_path)
+    monkeypatch.setattr(train, "save_last_step", save)
+    asyncio.run(main())
+    assert ended.is_set()
+
+
 def test_a_rank_that_dies_while_the_trainer_restarts_costs_one_more_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

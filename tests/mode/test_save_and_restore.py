@@ -119,7 +119,7 @@ def test_a_third_signal_ends_the_last_save_with_a_warning(tmp_path: Path) -> Non
     assert (saved_step(tmp_path), names(tmp_path)) == (None, set())
     first, second = world.recorder.warnings
     assert first == SECOND
-    assert re.search("step 3 .*third signal", second)
+    assert "step 3 was not saved" in second
 
 
 def test_a_save_that_takes_too_long_is_named_with_what_it_waited_for(tmp_path: Path) -> None:

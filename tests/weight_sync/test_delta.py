@@ -311,7 +311,7 @@ def test_delta_is_refused_for_float32_and_for_external_servers() -> None:
         composed("weight_sync.mode=delta")
     with refused("weight_sync.mode", "delta", "rollout.urls"):
         composed("weight_sync.mode=delta", "device.dtype=bfloat16", "rollout.urls=[http://host:1]")
-    with refused("weight_sync.mode", "delta", "placement=colocate", "offload.engine=true"):
+    with refused("weight_sync.mode", "delta", "offload.engine=true"):
         composed("weight_sync.mode=delta", "device=cuda", "device.dtype=bfloat16")
     composed("weight_sync.mode=delta", "device=cuda", "placement=fully_async")
     assert composed("weight_sync.mode=delta", "device.dtype=bfloat16").weight_sync.mode is SyncMode.delta
