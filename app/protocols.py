@@ -58,7 +58,7 @@ class RolloutEngine(Protocol):
         ...
 
     async def start_phase(self) -> EngineStart:
-        """Return what `start`, which is running, does now."""
+        """Return the current phase of a `start` in progress."""
         ...
 
     async def end(self) -> None:
@@ -134,7 +134,7 @@ class RolloutEngine(Protocol):
         ...
 
     async def stats(self) -> EngineStats:
-        """Return the groups in flight and the tokens sampled so far. Cheap: asks nothing of the server."""
+        """Return the groups in flight and the tokens sampled so far. Cheap: sends no request to the server."""
         ...
 
     async def memory(self) -> MemoryUse:

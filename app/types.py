@@ -1,4 +1,4 @@
-"""What flows through a run: prompt → completion → trajectory → group → scored group → step report.
+"""The data that flows through a run: prompt → completion → trajectory → group → scored group → step report.
 
 All types are immutable and hold numpy arrays, so they cross process borders without torch and without copies. In shape
 comments `T` is the number of completion tokens, `P` of prompt tokens, `G` the group size, `L` the number of tokens of a
@@ -198,7 +198,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """What happened between the policy and an environment in one trajectory."""
+    """The exchange of the policy and an environment in one trajectory."""
 
     sequences: tuple[
         TokenSequence, ...
@@ -211,7 +211,7 @@ class Episode:
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """What the policy sampled from a prompt, and its reward, which is NaN until it is scored."""
+    """The policy's sample for a prompt, and its reward, which is NaN until it is scored."""
 
     prompt: Prompt
     completion: Completion  # of an episode: the last one

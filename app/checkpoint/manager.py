@@ -65,7 +65,7 @@ class CheckpointManager:
         await checkpoints.wait()                                         # step_10 is committed
 
     Args:
-        keep: Newest checkpoints that are kept. While one is written there is one more.
+        keep: How many of the newest checkpoints to keep. While a checkpoint is being written, one more exists.
         keep_best: Also keep the one with the highest accuracy.
         timeout_s: Deadline of a write.
     """

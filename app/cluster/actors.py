@@ -43,7 +43,7 @@ class EngineFactory:
     _restarts: Counter[int] = field(default_factory=Counter)  # engines made so far, by index
 
     def __call__(self, index: int) -> RemoteEngine:
-        """Create the host of engine `index`. Its sampling noise is not that of an earlier one."""
+        """Create the host of engine `index`. Its random stream differs from those of earlier engines at this index."""
         restarts = self._restarts[index]
         self._restarts[index] += 1
 
@@ -129,7 +129,7 @@ def cores_of_ranks(cores: int, width: int) -> str:
 
 
 def _threads(config: RunConfig, processes: int) -> int:
-    """Return the threads of each of `processes` processes. In fully_async all of a run's compute simultaneously."""
+    """Return the threads of each of `processes` processes. In fully_async all of them compute at the same time."""
     cores = os.cpu_count() or 1
     if config.placement.kind is PlacementKind.fully_async:
         processes = config.placement.trainer_ranks + config.placement.engine_devices + config.teacher_devices

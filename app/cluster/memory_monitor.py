@@ -93,7 +93,7 @@ class MemoryMonitor:
         try:
             async with asyncio.timeout(MEASURE_TIMEOUT_S):
                 return await measuring
-        except Exception as error:  # a component that is broken says so in its next call
+        except Exception as error:  # a broken component fails in its next call
             log.info("the memory of %s was not measured", role, exc_info=True)
             if not self._warned:
                 self._warned = True

@@ -63,7 +63,7 @@ class DevicePlacement:
         return {**resources(self.device, 1), **self._in_bundle(self._bundle_of_rank(rank))}
 
     def engine_options(self, engine: int) -> dict[str, Any]:
-        """Return the Ray actor options of an engine host. In colocate the ranks reserve the devices, and it none."""
+        """Return the Ray actor options of an engine host. In colocate it reserves no devices: the ranks have them."""
         bundle = self._in_bundle(self._bundles_of_engine(engine)[0])
         if self.config.placement.kind is PlacementKind.colocate:
             return {"num_cpus": 0, **bundle}

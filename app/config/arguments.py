@@ -1,4 +1,4 @@
-"""Words of the command line that Hydra's parser would answer with its usage or its grammar, and named completions."""
+"""Checks arguments that Hydra would reject with its usage or grammar, and completes the names of values."""
 
 import re
 import shlex

@@ -1,6 +1,7 @@
 """Settings of TRL, verl, prime-rl, slime, the Hugging Face trainer and earlier versions, and their counterparts here.
 
-They answer an unknown setting. `foreign_names.yaml` has them, for the tables of `docs/coming_from.md` too.
+The error for an unknown setting names its counterpart. The tables of `docs/coming_from.md` come from the same file,
+`foreign_names.yaml`.
 """
 
 import re

@@ -54,9 +54,9 @@ class RolloutConfig:
         return self.max_prompt_tokens + self.max_completion_tokens
 
     def validate(self) -> None:
-        """Raise `ConfigError` for an address without a scheme, and for sampling that has no right log-probabilities.
+        """Raise `ConfigError` for an address without a scheme, and for sampling that makes log-probabilities wrong.
 
-        A stop string leaves them right: it ends a completion, and every token of it was sampled from the policy.
+        Stop strings are fine: they end a completion, and every token of it was sampled from the policy.
         SGLang reports log-probabilities of the whole distribution, before top-p, top-k or min-p cut it.
         """
         accepted = "1: engines report log-probabilities before the cut; eval.top_p sets it for evaluations"

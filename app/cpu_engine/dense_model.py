@@ -2,11 +2,11 @@
 
 SGLang's modules ask for parallel groups, quantization, adapters and kernels of accelerators in each call; on a CPU that
 took a tenth of a decode step of 38 requests (6 layers, 256 wide). SGLang describes these families by the same modules;
-biases, and norms of queries and keys, are optional. A model with anything else stays SGLang's: parallel ranks,
-adapters, quantized weights, scaled rotary embeddings, hooks, captured layers.
+biases, and norms of queries and keys, are optional. A model with anything else keeps SGLang's forward pass: parallel
+ranks, adapters, quantized weights, scaled rotary embeddings, hooks, captured layers.
 
 Invariants:
-    - Only modules are kept, and their weights are looked up in each pass, so new weights count at once.
+    - Only modules are kept, and their weights are looked up in each pass, so new weights take effect at once.
     - In bfloat16 everything is rounded where SGLang's modules round it.
 """
 

@@ -78,8 +78,8 @@ class WorkingCopy:
         with queries.
 
         Returns:
-            Keys [rows, heads · key_width, columns] and values [rows, heads, columns, value_width], float32. What no
-            request has written is finite, so that a masked token adds nothing.
+            Keys [rows, heads · key_width, columns] and values [rows, heads, columns, value_width], float32. Unwritten
+            entries are finite, so that a masked token adds nothing.
         """
         rows = len(self.requests)
         keys, values = self.layers.get(index, (torch.zeros(0), torch.zeros(0)))

@@ -64,7 +64,7 @@ def multiply(a: Tensor, b: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return x · weightᵀ + bias as torch's own `linear` would, without the way through its dispatcher.
+    """Return x · weightᵀ + bias as torch's own `linear` would, bypassing its dispatcher.
 
     Args:
         x: [M, K].

@@ -1,8 +1,8 @@
 """Runs inside SGLang's processes: norms, rotary embedding and SiLU with fewer torch operators than SGLang's on a CPU.
 
 In a decode step a small operator costs its call rather than its numbers. SGLang's platform interface lets a platform
-replace the operators of its layers; what is neither plain float32 nor plain bfloat16 stays SGLang's. In bfloat16 they
-round where SGLang's do.
+replace the operators of its layers; for other types than plain float32 and bfloat16, SGLang's operators run. In
+bfloat16 they round where SGLang's do.
 """
 
 import inspect
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Register the operators for our platform. One that this SGLang lacks, or calls differently, stays SGLang's."""
+    """Register the operators for our platform, except those that this SGLang lacks or calls differently."""
     from sglang.kernels.fused_op import BaseFusedOp
 
     from app.rollout.engine.sglang_plugin.platform import NATIVE

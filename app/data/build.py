@@ -78,7 +78,7 @@ def check_template(members: Sequence[Row], config: DataConfig) -> None:
 
 
 def conversation(row: Row, config: DataConfig) -> tuple[Message, ...]:
-    """Return the messages of a row whose question is a conversation, with what the data puts around them; else none.
+    """Return the framed messages of a row whose question is a conversation; none for any other row.
 
     Raises:
         ConfigError: They have a system message, and `data.system` is another.
@@ -90,7 +90,7 @@ def conversation(row: Row, config: DataConfig) -> tuple[Message, ...]:
 
 
 def framed(messages: Sequence[Message], config: DataConfig) -> tuple[Message, ...]:
-    """Return messages with what the data puts around them: a first system message, and text around the last user's."""
+    """Add the data set's framing to messages: a leading system message, and text around the last user message."""
     found = list(messages)
     if users := [index for index, message in enumerate(found) if message["role"] == "user"]:
         last = found[users[-1]]
@@ -127,7 +127,7 @@ class Renderer:
     def require_whole(self, messages: Sequence[Message], number: int, text: str, *, reply: bool = True) -> None:
         """Raise `ConfigError` if a rendered text lacks a part of a message, see `lost`.
 
-        Of replies in a prompt it may lack the reasoning; of one to imitate (`reply=False`) it may not.
+        A reply in a prompt may lose its reasoning; a reply to imitate (`reply=False`) may not.
         """
         part = lost(messages, number, text, partial(self.text, reply=reply), thoughts=not reply)
         if part is not None:

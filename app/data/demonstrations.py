@@ -5,7 +5,7 @@
 
 Invariants:
 - Text on either side of a border is encoded on its own, as prompts and completions are.
-- What is imitated begins where the policy would begin to sample, and ends with a token that ends a completion.
+- An imitated span begins where the policy would begin to sample, and ends with a token that ends a completion.
 - Earlier replies of a conversation are imitated too, but not those that the template writes in another way once
   messages follow (reasoning that it leaves out).
 """
@@ -105,8 +105,8 @@ class Demonstrator:
         """Raise `ConfigError` if the template does not end a reply, or begins it where a policy does not sample.
 
         Args:
-            unread: What stands before the policy's first token, and not before the reply.
-            stops: Texts of which none is there.
+            unread: Text that precedes the policy's first token but not the reply.
+            stops: Texts that end a reply, if the template writes none of them; else empty.
         """
         if stops:
             why = f"it does not end the reply of {prompt.id} with {' or '.join(stops)}, which ends a completion"
@@ -129,7 +129,7 @@ def _borders(opened: str, text: str, stops: Sequence[str]) -> tuple[int, int]:
 
 
 class DemonstrationStream:
-    """The demonstrations of each step of an RL run, in seeded epochs. A step's are a function of its number alone."""
+    """The demonstrations of each step of an RL run, in seeded epochs. They depend on the step's number alone."""
 
     def __init__(
         self, demonstrator: Demonstrator, rows: Sequence[Row], *, per_step: int, seed: int, max_prompt_tokens: int

@@ -213,7 +213,7 @@ def _require_roles(messages: Sequence[Message], *, replied: bool) -> None:
 
 
 def plain(value: Any) -> Any:
-    """Return a value of a record as JSON values; other types, such as dates, as text.
+    """Convert a value of a record to JSON types; other types, such as dates, become text.
 
     >>> from datetime import date
     >>> plain({"due": date(2026, 1, 31), "tags": ("a", None)})

@@ -12,7 +12,7 @@
 
 Invariants:
 - A row keeps its index among all records of its set, whatever is skipped or dropped before it.
-- Training rows and held-out rows are disjoint. Held out and generated are the same rows for every run, machine and
+- Training rows and held-out rows are disjoint. Held-out and generated rows are the same for every run, machine and
   Python version, so that runs are comparable: `random.Random.sample` over a range is stable.
 - An evaluation set that shares questions with the training set causes a warning.
 """

@@ -19,11 +19,11 @@ def has_cpu_engine() -> bool:
 
 CPU_ENGINE = has_cpu_engine()
 
-# How often a thread looks before it sleeps, while it waits for the others of an operator: for about a hundredth of a
-# millisecond. Runs of tests/bench/end_to_end.py in colocate had 1.2 times the tokens/s of threads that sleep at once.
-# Ten times as many looks gained no more there, and beside another busy process a trainer then took 1.5 times as long.
-# With libgomp's default, far more, a layer took four to ten times as long: the core that a thread spins on is the one
-# on which the thread that it waits for is to run.
+# How often a thread polls before it sleeps while it waits for the other threads of an operator: for about 10 µs. Runs
+# of tests/bench/end_to_end.py in colocate had 1.2 times the tokens/s of threads that sleep at once. Ten times as many
+# polls gained no more there, and beside another busy process a trainer then took 1.5 times as long. With libgomp's
+# default, far more, a layer took four to ten times as long: the spinning thread occupies the core that the awaited
+# thread needs.
 BRIEF_SPIN = {"GOMP_SPINCOUNT": "1000"}
 
 

@@ -24,8 +24,8 @@ def activate_flash_attention(head_dim: int) -> str | None:
     """Activate FlashAttention 4 or 3 for heads of this width.
 
     Returns:
-        Name of the kernels, or None if torch's default ones stay: this torch has no switch, the card has not the
-        instructions, or no implementation is installed that equals the default.
+        Name of the kernels, or None if torch's default ones stay: this torch has no switch, the card lacks the
+        instructions, or no installed implementation matches the default.
     """
     import torch
     from torch.nn import attention

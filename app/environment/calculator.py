@@ -7,7 +7,7 @@ A reply that begins with `?` asks for one operation on two whole numbers. Its re
 Any other reply is the answer and ends the episode; `reward=exact` judges it.
 
 Invariants:
-- A request is never a failure: one that cannot be read is answered with a line about it.
+- A malformed request is not a failure: the next observation is a line that says what is wrong.
 - Nothing is evaluated as Python; numbers have at most `MAX_DIGITS` digits.
 """
 
@@ -46,7 +46,7 @@ class Calculator:
 
 
 def answer(question: str) -> str:
-    r"""Return the line that a question is answered with.
+    r"""Return the calculator's one-line reply to a question.
 
     >>> answer("37*84")
     '3108\n'
@@ -62,5 +62,5 @@ def answer(question: str) -> str:
 
 
 def make(settings: Mapping[str, Any]) -> Callable[[], Calculator]:
-    """Return what makes a new environment for each episode. There is nothing to set."""
+    """Return the function that makes a new environment for each episode. There are no settings."""
     return Calculator

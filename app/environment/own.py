@@ -33,13 +33,13 @@ SHAPE = "give it `run(self, task, policy)`, or `begin(self, task)` and `step(sel
 
 
 def make(settings: Mapping[str, Any]) -> Callable[[], Any]:
-    """Return what makes a new environment for each episode.
+    """Return the function that makes a new environment for each episode.
 
     Args:
         settings: `target`, a dotted path; `args`, its keyword arguments; and `scored`, whether the reward is its score.
 
     Raises:
-        LoadError: There is no such class, it does not take the arguments, or it has not the methods of an environment.
+        LoadError: There is no such class, it does not take the arguments, or it lacks the methods of an environment.
     """
     target = resolve(settings["target"])
     args = dict(settings.get("args") or {})

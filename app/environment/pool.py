@@ -19,7 +19,7 @@ START_TIMEOUT_S = 120.0  # includes the imports of the environment
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentSpec:
-    """What every environment worker runs. JSON values only.
+    """The specification of an environment worker, in JSON values.
 
     Attributes:
         environment: `kind`, and what its module's `make` takes: `target` and `args` for `own`, `tools`, `id`, `url`.
@@ -83,7 +83,7 @@ class EnvironmentPool(WorkerPool):
             raise ConfigError("environment.python", self._python, accepted, str(error.strerror)) from error
 
     async def begin(self, task: Task, prompt_ids: Sequence[int]) -> Job:
-        """Begin an episode in the worker with the fewest; waits for room.
+        """Begin an episode in the least busy worker; waits for a free slot.
 
             session = await pool.begin(task, prompt_ids)
             try:

@@ -1,4 +1,4 @@
-"""What an environment sees: the task, the policy, its replies.
+"""The interface of an environment: the task, the policy, its replies.
 
 An environment is an object with `run`, or one with `begin` and `step` (`app/environment/own.py`). A new one is made for
 every episode. `run` returns a score, several by name (the first is the score), or None. Optional: `score()`, where a

@@ -39,7 +39,7 @@ class ToolFunction:
 
 
 def make(settings: Mapping[str, Any]) -> Callable[[], "ToolLoop"]:
-    """Load the tools; return what makes the environment of one episode.
+    """Load the tools; return the function that makes the environment of one episode.
 
     Args:
         settings: `tools`, a list of dotted paths; `renderer`, by whose chat format they are called; and `limits`, of

@@ -1,4 +1,4 @@
-"""What `mode=` runs: the code of `mode=X` is `app/mode/X`."""
+"""The modes of the command: the code of `mode=X` is `app/mode/X`."""
 
 import importlib
 from dataclasses import dataclass

@@ -85,7 +85,7 @@ def _continued(config: RunConfig, stopped: str | None) -> Sequence[str]:
 
 
 def second_signal(config: RunConfig) -> str:
-    """Return what a second SIGINT or SIGTERM answers."""
+    """Return the message shown at a second SIGINT or SIGTERM."""
     grace = f"checkpoint.grace_s={config.checkpoint.grace_s:g} s after its microbatch"
     saving = f"saving the last step, for at most {grace}, and "
     return f"the run is {saving if config.checkpoint.keep else ''}shutting down; a third signal ends that at once"

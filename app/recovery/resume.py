@@ -1,10 +1,11 @@
-"""What `resume=` continues: the saved configuration of a run with the overrides of this command.
+"""Resolves `resume=`: the saved configuration of a run, with the overrides of this command.
 
-What the overrides change is printed. One that would make another run of it is refused: a training run may change only
-what cannot affect the learned policy (`RESUMABLE`), an evaluation what does not change the model (`EVALUABLE`).
+Changes made by overrides are printed. An override that would make the run a different one is refused: a training run
+may change only settings that cannot affect the learned policy (`RESUMABLE`), an evaluation only those that leave the
+model as it is (`EVALUABLE`).
 
 Invariants:
-- Nothing here writes. Whatever is refused is refused before a folder is touched.
+- Nothing here writes: a refusal comes before any folder is touched.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The lock of a run's folder. Whoever writes into the folder holds it.
+"""The lock of a run's folder. A process holds it while it writes into the folder.
 
 The kernel releases the lock when its process ends, so a killed run leaves nothing to clean up. Processes on one machine
 always exclude each other. On shared storage, machines exclude each other where the file system supports `flock` across

@@ -1,1 +1,1 @@
-"""Rewards: score completions. `component.py` has the signatures of custom ones, docs/rewards.md what they see."""
+"""Rewards: score completions. `component.py` has the signatures of custom ones, docs/rewards.md their inputs."""

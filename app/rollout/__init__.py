@@ -1,1 +1,1 @@
-"""Rollout: the rollouter asks engines (`engine/`) for groups, plays episodes (`episodes/`) and scores completions."""
+"""Rollout: the rollouter samples from engines (`engine/`), plays episodes (`episodes/`) and scores completions."""

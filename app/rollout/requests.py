@@ -48,11 +48,11 @@ class Requests:
         self.in_flight: dict[str, str] = {}
 
     async def send(self, request: GroupRequest, version: Callable[[], int], engine: Engine) -> list[Completion]:
-        """Return whole completions.
+        """Send a request, with retries, and return its completions. None of them is partial.
 
         Args:
             version: Called each time the request is sent; returns the policy version synced last.
-            engine: Called each time the request is sent; gives the engine.
+            engine: Called each time the request is sent; yields the engine to use.
 
         Raises:
             Aborted: At least one completion was aborted on request.

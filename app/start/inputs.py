@@ -1,4 +1,4 @@
-"""What a run brings: its model, rows and prompts, each loaded when it is first needed, and once.
+"""The inputs of a run: its model, rows and prompts, each loaded once, when it is first needed.
 
 `app/start/preflight.py` checks them; a run takes what its checks have loaded. `mode=doctor` prints the findings.
 """

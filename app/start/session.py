@@ -192,7 +192,7 @@ async def start_rollout_workers(
 async def _teacher(
     config: RunConfig, engine: EngineSupervisor | None, stack: AsyncExitStack
 ) -> Callable[[Group], Awaitable[Group]] | None:
-    """Return what adds the log-probabilities of `teacher.path` or `teacher.urls` to a group; None without either."""
+    """Return the function that adds a teacher's log-probabilities to a group; None without a teacher."""
     if not (config.teacher.servers or config.teacher_devices) or config.mode is Mode.eval:
         return None
     from app.teacher import Teacher

@@ -1,4 +1,4 @@
-"""What a command runs: its configuration with `resume` applied, its folder, and what it continues."""
+"""Settles what a command runs: its configuration with `resume` applied, its folder, and the run that it continues."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -66,7 +66,7 @@ from app.types import ScoredGroup, StepReport, TokenSequence
 from app.utils.phase_timer import PhaseTimer
 from app.utils.process import trim_heap
 
-HOLD_TIMEOUT_S = 60.0  # of a rank that was held, for the driver's second call
+HOLD_TIMEOUT_S = 60.0  # how long a rank in `hold` waits for the driver's second call
 COLLECT_PASSES = 16  # between collections of garbage
 TRIM_INTERVAL_S = 20.0  # between returns of the heap's free pages; at 1 s a pass of 2 s took a quarter longer
 

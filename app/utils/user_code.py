@@ -88,7 +88,7 @@ def require(
 
 
 def lacks(found: object, *names: str) -> str | None:
-    """Return a sentence on missing attributes; None if there are all."""
+    """Return a sentence on missing attributes; None if none is missing."""
     missing = [name for name in names if not hasattr(found, name)]
     return f"it lacks {', '.join(missing)}" if missing else None
 

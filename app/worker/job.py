@@ -40,9 +40,9 @@ class Job:
         return self._ended.is_set()
 
     async def next(self) -> Any:
-        """Return the next request or the last message: the result, or Failed, of the kind `aborted` if it was aborted.
+        """Return the next request or the final message: the result, or Failed (of kind `aborted` after an abort).
 
-        After the last message nothing follows.
+        Nothing follows the final message.
         """
         return await self._messages.get()
 

@@ -69,7 +69,7 @@ class WorkerPool:
         return {**self.failures, "restarts": self.restarts}
 
     async def begin_job(self, payload: Any) -> Job:
-        """Begin a job in the worker with the fewest; waits for room.
+        """Begin a job in the least busy worker; waits for a free slot.
 
         Raises:
             RunError: The pool is closed, or a worker could not be replaced.

@@ -41,7 +41,7 @@ def log(text: str) -> None:
 
 @dataclass(eq=False)
 class WorkerProcess:
-    """A process group. Nothing but `start` raises, and everything else is idempotent.
+    """A process group. Only `start` raises; everything else is idempotent.
 
     Lifecycle: start → kill → reap, or start → end.
 

@@ -50,7 +50,7 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Base of a message by which a job asks the driver for something, and waits for the answer."""
+    """Base of a job's requests to the driver; the job waits for the answer."""
 
     job: int
     number: int  # unique within the worker

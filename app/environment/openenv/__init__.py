@@ -36,7 +36,7 @@ SCHEMA_S = 10.0  # for GET /schema
 
 
 def make(settings: Mapping[str, Any]) -> partial["OpenEnv"]:
-    """Ask the server for its schema; return what makes the environment of each episode.
+    """Fetch the server's schema; return the function that makes the environment of each episode.
 
     Args:
         settings: `url`, `args`, and of the run `limits` and `renderer`.

@@ -1,1 +1,1 @@
-"""What runs in a worker process: the loop that serves the driver, episodes, and the policy that they ask."""
+"""The worker process: the loop that serves the driver, the episodes, and the policy that they sample from."""

@@ -79,7 +79,7 @@ class EnvironmentHandler:
         os._exit(0)
 
     def _begin(self, begin: Begin) -> None:
-        """Begin an episode. It is known at once: the next message may already close it."""
+        """Begin an episode. It is registered at once: the next message may already close it."""
         number = begin.job
         resources = ExitStack()  # until the episode's end
 
@@ -140,7 +140,7 @@ class EnvironmentHandler:
 
 
 def _load_environment(settings: Mapping[str, Any]) -> Make:
-    """Return what makes an environment: what `make` of the module of this kind returns.
+    """Return the function that makes environments of this kind, from its module's `make`.
 
     Args:
         settings: Of the worker. `make` gets them with those of `environment` beside them. The attribute `info` of

@@ -172,7 +172,7 @@ class EpisodeSequences:
 
 
 def conversation_key(messages: Sequence[Message] | None, tools: Sequence[Tool] | None) -> Conversation:
-    """Return texts that are equal for conversations that say the same; the prefix of one is the key of its beginning.
+    """Return a key that is equal for equivalent conversations; a prefix of it is the key of the conversation's start.
 
     Args:
         messages: In the form of `normalized`.
@@ -186,7 +186,7 @@ def reasonings(messages: Sequence[Message]) -> tuple[str, ...]:
 
 
 def message_key(message: Message) -> str:
-    """Return a text that is equal for messages that say the same.
+    """Return a key that is equal for equivalent messages.
 
     Clients drop the reasoning of earlier replies, and give calls other ids.
 
@@ -204,11 +204,11 @@ def _json(value: Any) -> str:
 
 
 def shorten(text: str, max_tokens: int, count: Callable[[str], int]) -> str:
-    r"""Return a text in at most `max_tokens` tokens: cut in the middle, with a note about it.
+    r"""Shorten a text to at most `max_tokens` tokens: its middle is replaced by a note on what was cut.
 
     Args:
-        max_tokens: Tokens that the result may have, the note included.
-        count: Returns the tokens of a text.
+        max_tokens: Maximum length of the result, including the note.
+        count: Counts the tokens of a text.
 
     >>> shorten("a" * 1000, 50, len)
     'aaaaaaaa\n[... 985 characters left out ...]\naaaaaaa'

@@ -42,9 +42,9 @@ class Adapters:
     """Loads and unloads the adapters of one server.
 
     Attributes:
-        host_id: Makes the names of several hosts of one server different.
-        limit: Maximum of adapters that the server may have loaded.
-        abort_timeout_s: Seconds until aborted requests must have ended.
+        host_id: Keeps adapter names unique when several hosts share one server.
+        limit: Maximum number of adapters loaded on the server.
+        abort_timeout_s: Deadline for aborted requests to end.
         post: Posts to the server. Raises `EngineError`.
         abort: Aborts the requests in flight that name an adapter.
     """

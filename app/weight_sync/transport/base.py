@@ -102,7 +102,7 @@ def _named(name: str, error: BaseException) -> str:
 
 
 class Transport(Protocol):
-    """How buckets get from the trainer ranks into the engines.
+    """Carries buckets from the trainer ranks to the engines.
 
     Lifecycle:
         1. `connect` before the first bucket of each sync.

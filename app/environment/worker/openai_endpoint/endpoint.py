@@ -43,11 +43,11 @@ class Connection:
 
 
 class Endpoint:
-    """The server of a worker. It listens from the first `open` on, until the worker's event loop ends.
+    """The HTTP server of a worker. It listens from the first `open` until the worker's event loop ends.
 
     Args:
         loop: The worker's event loop, where policies are called. `open` and `shut` may be called in other threads.
-        warn: Called once with a sentence about each setting of requests that has no effect.
+        warn: Called once, with a sentence, for each request setting that has no effect.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, warn: Callable[[str], None]) -> None:

@@ -40,7 +40,7 @@ class Refusal(Exception):
 
 
 def refusal_of(over: EpisodeOver) -> Refusal:
-    """What an agent gets where the episode has reached a limit."""
+    """The response to an agent whose episode has reached a limit."""
     if isinstance(over, OutOfTokens):
         return Refusal(OUT_OF_TOKENS, code="context_length_exceeded")
     return Refusal(f"The policy is not sampled again in this episode ({over.ending}).", code="episode_over")
