@@ -138,6 +138,23 @@ async def test_a_worker_that_does_not_close_an_aborted_episode_is_killed(
     assert counts == {"late": 1, "restarts": 1}
 
 
+async def test_an_episode_that_waits_for_a_place_gets_one_after_a_cancelled_one_whose_step_hangs(
+    own: Maker, tmp_path: Path
+) -> None:
+    spec = own(CLOSING, args={"folder": str(tmp_path)}, timeout_s=3600.0)
+
+    async with running_pool(spec, episodes=1) as pool:
+        session = await pool.begin(a_task(id="begins", row={"wait": True}), tokens("q"))
+        await asyncio.to_thread(until, lambda: len(notes(tmp_path)) == 1, PATIENCE_S)
+        waiting = asyncio.ensure_future(play_one(pool, "end"))
+        await asyncio.sleep(0)
+        await asyncio.wait_for(session.close(force=True), PATIENCE_S)
+        end, counts = (await waiting).end, pool.counts
+    assert isinstance(end, End)
+    assert counts == {"restarts": 1}
+    assert notes(tmp_path) == ["began begins", "closed begins", "began set/0@0", "closed set/0@0"]
+
+
 async def test_episodes_wait_for_a_place_and_are_spread_over_the_workers(own: Maker) -> None:
     spec = own(
         "import os\nclass Env:\n    def begin(self, task): return str(os.getpid())\n    def step(self, reply): ..."
