@@ -7,5 +7,5 @@ try:
 
     if __name__ == "__main__":
         cli()
-except KeyboardInterrupt:  # before a run answers signals itself
+except KeyboardInterrupt:  # before a run answers signals itself, in app/utils/tasks.py
     sys.exit(130)
