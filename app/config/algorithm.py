@@ -119,10 +119,16 @@ class AlgorithmConfig:
         0.2, "The ratio is clamped to at least 1 - clip_low; with dppo, a probability's fall.", at_least=0, at_most=1
     )
     clip_high: float = setting(
-        0.2, "The ratio is clamped to at most 1 + clip_high, in DAPO 0.28; with dppo, a probability's rise.", at_least=0
+        0.2,
+        "The ratio is clamped to at most 1 + clip_high, in DAPO 0.28; with dppo, a probability's rise.",
+        at_least=0,
+        infinite=True,
     )
     dual_clip: float | None = setting(
-        None, "Bound the loss of a negative advantage A by dual_clip · |A| (arXiv 1912.09729); null does not.", above=1
+        None,
+        "Bound the loss of a negative advantage A by dual_clip · |A| (arXiv 1912.09729); null does not.",
+        above=1,
+        infinite=True,
     )
     aggregation: Aggregation = setting(
         Aggregation.seq_mean_token_mean,
@@ -156,6 +162,7 @@ class AlgorithmConfig:
         "Upper bound of the importance weight, for kpop of the binary KL; null is 2 for tis, 5 for icepop, 0.1 for "
         "kpop, 1.001 for sequence_mask.",
         above=0,
+        infinite=True,
     )
     overlong_buffer_fraction: float = setting(
         0.0,

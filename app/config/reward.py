@@ -48,8 +48,8 @@ class RewardConfig:
     )
     args: dict[str, Any] = setting(
         {},
-        "Keyword arguments of reward._target_; with reward=code partial (score the share of the tests), sandbox (auto, "
-        "namespaces or process) and memory_mib (512).",
+        "Keyword arguments of reward._target_; with reward=code partial (score the share of the tests) and "
+        "memory_mib (512).",
     )
     components: dict[str, Any] = setting(
         {},

@@ -10,6 +10,7 @@ A section of the configuration is a plain dataclass whose fields are declared wi
 """
 
 import copy
+import math
 import types
 from collections.abc import Iterator
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
@@ -46,11 +47,13 @@ class Bounds:
     above: float | None = None
     at_most: float | None = None
     below: float | None = None
+    infinite: bool = False  # whether infinity is inside, as no limit
 
     def contains(self, value: float) -> bool:
         """Whether the value is within all limits."""
         return (
-            (self.at_least is None or value >= self.at_least)
+            (isinstance(value, int) or math.isfinite(value) or (self.infinite and value == math.inf))
+            and (self.at_least is None or value >= self.at_least)
             and (self.above is None or value > self.above)
             and (self.at_most is None or value <= self.at_most)
             and (self.below is None or value < self.below)
@@ -87,16 +90,18 @@ def setting(
     at_most: float | None = None,
     below: float | None = None,
     noun: str | None = None,
+    infinite: bool = False,
 ) -> T:
     """Declare a field of a section.
 
     Args:
         default: The value of a run that does not set it. Lists and mappings are copied for each instance.
         help: One sentence on what the setting means, with its unit and the meaning of null and 0.
-        at_least: A limit, as are `above`, `at_most` and `below`. Without an upper one, infinity means no limit.
+        at_least: A limit, as are `above`, `at_most` and `below`.
         noun: Accepted values in words, where the type does not say enough: "a number of seconds".
+        infinite: Whether infinity is accepted, as no limit.
     """
-    metadata = {"help": help, "bounds": Bounds(at_least, above, at_most, below), "noun": noun}
+    metadata = {"help": help, "bounds": Bounds(at_least, above, at_most, below, infinite), "noun": noun}
     if isinstance(default, list | dict):
         return field(default_factory=lambda: copy.copy(default), metadata=metadata)
     return field(default=default, metadata=metadata)

@@ -42,7 +42,7 @@ class TeacherConfig:
     coefficient: float = setting(
         1.0, "Weight of the reverse KL: it times log policy - log teacher is taken off a token's advantage.", above=0
     )
-    clip: float = setting(10.0, "Bound of log policy - log teacher of a token, in nats.", above=0)
+    clip: float = setting(10.0, "Bound of log policy - log teacher of a token, in nats.", above=0, infinite=True)
     timeout_s: float = setting(120.0, "Deadline of a request.", above=0, noun=SECONDS)
 
     @property

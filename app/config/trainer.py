@@ -52,7 +52,7 @@ class TrainerConfig:
         Optimizer.adamw, "AdamW with betas 0.9 and 0.98, or SGD, which keeps no optimizer state."
     )
     weight_decay: float = setting(0.1, "Decoupled weight decay.", at_least=0)
-    max_grad_norm: float = setting(1.0, "The gradient norm is clipped to this.", above=0)
+    max_grad_norm: float = setting(1.0, "The gradient norm is clipped to this.", above=0, infinite=True)
     tokens_per_microbatch: int = setting(
         8192, "Tokens per rank in one forward-backward pass; a longer trajectory gets its own.", at_least=1
     )

@@ -22,7 +22,7 @@ from app.data.row import Row
 from app.data.rows import DataRows
 from app.errors import ConfigError, expect, one_line
 from app.types import Prompt
-from app.utils.chat_messages import MARK, ControlTokens, Message, encode_marked, for_template, lost
+from app.utils.chat_messages import FIELDS, MARK, ControlTokens, Message, encode_marked, for_template, lost
 
 
 def encode(members: Sequence[Row], config: DataConfig, tokenizer: Any) -> list[np.ndarray]:
@@ -203,17 +203,25 @@ def within_limit(prompts: Sequence[Prompt], max_prompt_tokens: int, label: str) 
 
 
 def rendering_warnings(prompts: Sequence[Prompt], config: DataConfig, tokenizer: Any) -> list[str]:
-    """Return a sentence for each control token that messages spell and the tokenizer cannot read as text."""
+    """Return sentences about fields of messages that nothing reads, and about control tokens in their text.
+
+    The tokenizer cannot read those tokens as text.
+    """
     if config.template is Template.plain:
         return []
     control = control_tokens(tokenizer).others
+    unread: set[str] = set()
     spelled: dict[str, str] = {}
     for prompt in prompts:
+        unread.update(*prompt.messages, prompt.reply or ())
         for message in prompt.messages or ({"content": prompt.question},):
             if found := control.search(message["content"]):
                 spelled.setdefault(found[0], prompt.id)
+    unread -= {*FIELDS, *(name for name in unread if name in str(tokenizer.chat_template))}
+    names = ", ".join(sorted(unread))
+    warnings = [f"neither the chat template nor a run reads these fields of messages: {names}"] if unread else []
     reads = "in its text, which this tokenizer reads as its control token"
-    return [f"{name} spells {token} {reads}" for token, name in spelled.items()]
+    return warnings + [f"{name} spells {token} {reads}" for token, name in spelled.items()]
 
 
 def prompts_of(

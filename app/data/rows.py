@@ -111,7 +111,8 @@ def sets_of(config: DataConfig) -> RowSets:
     if config.train_sets:
         for name, each in config.train_sets.items():
             key = f"data.train_sets.{name}.path"
-            own = RowSet(name, key, each.path, config.subset, config.split, question=each.question, answer=each.answer)
+            subset = config.subset if config.path in (None, each.path) else None  # a preset's is of its own path
+            own = RowSet(name, key, each.path, subset, config.split, question=each.question, answer=each.answer)
             train.append(own)
     elif config._target_ is not None:
         train = [RowSet(config.name, user_rows.KEY, config._target_)]
@@ -263,7 +264,7 @@ class RowReader:
                 place = f"row {record.number} of {record.where}"
                 row = mapper.row(record.values, index, place, padded=record.padded)
             except ConfigError as error:
-                self._skip(record.where, error)
+                self._skip(record.where, _of_own_field(error, row_set))
                 continue
 
             if unused := MEDIA.intersection(record.values) | {*record.left_out}:
@@ -294,6 +295,14 @@ class RowReader:
             raise error
         skipped = f"data.max_broken_rows={limit} broken rows were skipped before"
         raise ConfigError(error.key, error.value, error.accepted, skipped) from error
+
+
+def _of_own_field(error: ConfigError, row_set: RowSet) -> ConfigError:
+    """Return an error about a field of the set's own with its setting; others as they are."""
+    name = error.key.removeprefix("data.")
+    if name not in ("question", "answer") or getattr(row_set, name) is None:
+        return error
+    return ConfigError(f"{row_set.key.removesuffix('path')}{name}", error.value, error.accepted, error.reason)
 
 
 def _is_of_path(train: Sequence[RowSet]) -> bool:

@@ -136,7 +136,7 @@ DEVICE = Device(
     peak_tflops=353.9,
     memory_gb_per_s=1600.0,
     trainer_runtime_gib=2.0,
-    engine_runtime_gib=4.0,  # with the decode graphs, which no release frees (reason: app/mode/doctor/ascend.py)
+    engine_runtime_gib=4.0,  # with the decode graphs, which no release frees
     push_seconds_per_gb=0.19,
     # Beside CUDA's: three float32 matrices of a chunk's tokens by each other, and where a layer is not recomputed, less
     # than them: the convolution before its activation.

@@ -255,7 +255,7 @@ def require_context(
 
     `config` is the content of its `config.json`, None if unknown, and `key` the setting that names `model`.
     """
-    flag = rollout.engine_args.get(CONTEXT_FLAG)
+    flag = next((value for name, value in rollout.engine_args.items() if CONTEXT_FLAG.startswith(name)), None)
     limit = context_tokens(config or {}) if flag is None else int(flag)
     if limit is None:
         return

@@ -138,14 +138,6 @@ def require_trackers(config: TrackingConfig) -> None:
         require("tracking.use", path, "a class with a method log, called with a run and tracking.args", attempt)
 
 
-def abandon_dashboard(name: str) -> None:
-    """Ensure that a dashboard that hangs cannot keep the process from exiting."""
-    if name == "wandb":
-        from app.tracking.wandb import abandon
-
-        abandon()
-
-
 class DashboardWorker:
     """One dashboard's thread and queue.
 

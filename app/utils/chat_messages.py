@@ -4,6 +4,7 @@
     content              text; parts of text are joined
     reasoning_content    also from `reasoning` and `thinking`
     tool_calls           [{"type": "function", "function": {"name": …, "arguments": {…}}}]; JSON text is parsed
+                         also from `function_call`, OpenAI's older field of one function
     train                false: a demonstration does not imitate this reply; from any name in FLAGS
 
 Other fields stay as they are: a chat template may read them. Imports the standard library only.
@@ -25,6 +26,7 @@ SHAREGPT = {  # `from` → role
     **dict.fromkeys(("gpt", "chatgpt", "bot", "model", "function_call"), REPLY),
     **dict.fromkeys(("observation", "function_response", "function"), "tool"),
 }
+FIELDS = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name", "train")  # which are read
 REASONING = ("reasoning_content", "reasoning", "thinking")  # vLLM and Qwen; OpenAI and Gemma; transformers and gpt-oss
 FLAGS = ("train", "weight", "loss_mask", "loss", "train_on_turn", "trainable")
 TEXT_PARTS = ("text", "input_text", "output_text", None)
@@ -182,7 +184,7 @@ def _normalized(message: Any, number: int, required: Mapping[str, Sequence[str]]
         raise WrongMessages(f"messages with role and content; message {number} is of {kind}")
 
     fields = {
-        name: value if required is None or name == "tool_calls" else without_nulls(value)
+        name: value if required is None or name in ("tool_calls", "function_call") else without_nulls(value)
         for name, value in message.items()
         if value is not None
     }
@@ -196,7 +198,8 @@ def _normalized(message: Any, number: int, required: Mapping[str, Sequence[str]]
     fields["content"] = _text(fields, number)
     if any(reasoning):
         fields[REASONING[0]] = next(str(each) for each in reasoning if each)
-    if calls := fields.pop("tool_calls", None):
+    calls = fields.pop("tool_calls", None)
+    if calls := calls or fields.pop("function_call", None):
         fields["tool_calls"] = _calls(calls, number, required)
     if fields["role"] == REPLY and not all(_flag(value, name, number) for name, value in flags.items()):
         fields["train"] = False

@@ -30,8 +30,8 @@ def configured(key: str, value: object) -> RunConfig:
 
 
 def outside(bounds: Bounds) -> list[float]:
-    """A value just outside of each limit, and NaN."""
-    values = [math.nan]
+    """A value just outside of each limit, NaN, and infinity unless it means no limit."""
+    values = [math.nan, -math.inf, *([] if bounds.infinite else [math.inf])]
     if bounds.at_least is not None:
         values.append(bounds.at_least - 1)
     if bounds.at_most is not None:
@@ -41,13 +41,13 @@ def outside(bounds: Bounds) -> list[float]:
 
 
 def inside(bounds: Bounds) -> list[float]:
-    """Each inclusive limit, a value just inside of each exclusive limit, and infinity without an upper limit."""
+    """Each inclusive limit, a value just inside of each exclusive limit, and infinity where it means no limit."""
     values = [limit for limit in (bounds.at_least, bounds.at_most) if limit is not None]
     if bounds.above is not None:
         values.append(bounds.above + 1e-6)
     if bounds.below is not None:
         values.append(bounds.below - 1e-6)
-    if bounds.at_most is bounds.below is None:
+    if bounds.infinite:
         values.append(math.inf)
     return values
 
@@ -64,6 +64,13 @@ def test_a_declared_bound_is_enforced(setting: Setting) -> None:
 
     for value in inside(setting.bounds):
         check_bounds(configured(setting.key, value))
+
+
+def test_infinity_is_no_limit_of_a_clip_and_no_number_of_anything_else() -> None:
+    check_bounds(configured("trainer.max_grad_norm", math.inf))
+    for key in ("trainer.lr", "epochs"):
+        with refused(key, math.inf):
+            check_bounds(configured(key, math.inf))
 
 
 def test_null_is_within_every_bound_of_an_optional_setting() -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return tokenizer_of("qwen3", tmp_path_factory.mktemp("model"))
 
 
-def config_of(path: str, **changes: Any) -> DataConfig:
+def config_of(path: str | None, **changes: Any) -> DataConfig:
     settings: dict[str, Any] = {"path": path, "question": "prompt", "template": Template.chat, "shuffle": False}
     return DataConfig(**settings | changes)
 
@@ -154,6 +155,35 @@ def test_a_tool_may_return_nothing(jsonl: Jsonl) -> None:
     path = jsonl({"prompt": [user("q"), {"role": "tool", "content": ""}], "answer": "a"})
     (row,) = rows.load(config_of(path, eval_path=path)).train
     assert row.question == ""
+
+
+FORMS = {
+    "json text": (json.dumps([SYSTEM, user("1+1=")]), "prompt", (SYSTEM, user("1+1="))),
+    "sharegpt": (
+        [{"from": "system", "value": "You add."}, {"from": "human", "value": "1+1="}],
+        "prompt",
+        (SYSTEM, user("1+1=")),
+    ),
+    "the only message": ([user("1+1=")], "prompt.0.content", ()),
+}
+
+
+@pytest.mark.parametrize("by_function", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_messages_are_read_in_every_form_from_files_and_functions(
+    form: str, by_function: bool, jsonl: Jsonl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    value, question, messages = FORMS[form]
+    config = config_of(jsonl(*[{"prompt": value, "answer": "2"}] * 2), question=question)
+    if by_function:
+        (tmp_path / "my_conversations.py").write_text(
+            f"def read():\n    return [{{'prompt': {value!r}, 'answer': '2'}}] * 2\n"
+        )
+        monkeypatch.syspath_prepend(str(tmp_path))
+        monkeypatch.delitem(sys.modules, "my_conversations", raising=False)
+        config = config_of(None, question=question, _target_="my_conversations.read")
+    (row,) = rows.load(config).train
+    assert (row.question, row.answer, row.messages) == ("1+1=", "2", messages)
 
 
 @pytest.mark.parametrize("field", ["prompt.0.content", "prompt.1.content", "prompt.0.role"])
@@ -344,6 +374,16 @@ def test_a_control_token_that_cannot_stay_text_is_named_with_its_row(jsonl: Json
     data = build(config_of(path, eval_path=path), tokenizer, seed=0, max_prompt_tokens=1000)
     (warning,) = rendering_warnings(data.train.prompts, config_of(path), tokenizer)
     assert "/1 spells </s>" in warning
+
+
+def test_fields_of_messages_that_nothing_reads_are_named(jsonl: Jsonl, model: Any) -> None:
+    row = {"prompt": [{**user("q"), "mood": "good", "weight": 1, "name": "me"}], "answer": "x"}
+    config = config_of(jsonl(row, row))
+    read = with_template(model, CHATML.replace("TEXT", "message.content + message.mood"))
+    unread = with_template(model, CHATML.replace("TEXT", "message.content"))
+    (warning,) = rendering_warnings(prompts(config, unread), config, unread)
+    assert warning.endswith(": mood")
+    assert rendering_warnings(prompts(config, read), config, read) == []
 
 
 # --- variables of the template

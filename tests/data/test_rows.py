@@ -106,6 +106,13 @@ def test_sets_have_columns_of_their_own(jsonl: Callable[..., str]) -> None:
     assert [(row.question, row.answer) for row in loaded.evals["aime"]] == [("p", "7")]
 
 
+def test_the_subset_is_of_the_path_of_the_preset_alone() -> None:
+    sets = ["+data.train_sets.x.path=org/other", "+data.train_sets.y.path=openai/gsm8k"]
+    assert [each.subset for each in rows.sets_of(composed("data=gsm8k", *sets).data).train] == [None, "main"]
+    own = composed("data=rows", "model=qwen3_4b", "data.subset=mine", *sets)
+    assert [each.subset for each in rows.sets_of(own.data).train] == ["mine", "mine"]
+
+
 def test_a_file_instead_of_a_hub_set_holds_out_rows_for_its_splits_and_warns_once(jsonl: Callable[..., str]) -> None:
     config = DataConfig(
         name="gsm8k", path=jsonl(*additions(20)), subset="main", eval_sets={"test": EvalSetConfig(split="test")}
@@ -254,6 +261,10 @@ def test_an_error_in_an_evaluation_set_names_its_key_or_its_row(jsonl: Callable[
         load(path=train, eval_sets={"aime": EvalSetConfig(path="missing.parquet")})
     with refused("data.question", "question", f"row 1 of {other}"):
         load(path=train, eval_sets={"aime": EvalSetConfig(path=other)})
+    with refused("data.eval_sets.aime.question", "text", f"row 1 of {other}"):
+        load(path=train, eval_sets={"aime": EvalSetConfig(path=other, question="text")})
+    with refused("data.train_sets.b.answer", "solution", f"row 2 of {train}"):
+        load(train_sets={"b": TrainSetConfig(path=train, answer="solution")}, max_broken_rows=1)
 
 
 @pytest.mark.parametrize(

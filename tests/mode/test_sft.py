@@ -48,6 +48,7 @@ def test_a_preview_of_a_supervised_run_reads_its_rows(preview: str, rows: str, t
     words = ["mode=sft", f"data.path={rows}", f"data.eval_path={rows}", *CHAT, "data.answer=null"]
     code, text = run_app(*words, f"mode={preview}", cwd=tmp_path)
     assert code == 0, text
+    assert "Data: refused" not in text
     code, text = run_app(*words[1:], f"mode={preview}", cwd=tmp_path)
     assert code != 0, text
 

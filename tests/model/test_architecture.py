@@ -154,8 +154,11 @@ def test_lengths_beyond_the_context_are_refused_with_both_numbers() -> None:
     fields = {"max_position_embeddings": 2048}
     require_context(RolloutConfig(max_prompt_tokens=1024, max_completion_tokens=1024), fields, "m")
     require_context(RolloutConfig(max_prompt_tokens=1024, max_completion_tokens=9999), {}, "m")
-    flag = {"context-length": 4096}
-    require_context(RolloutConfig(max_prompt_tokens=1024, max_completion_tokens=3072, engine_args=flag), fields, "m")
+    for name in ("context-length", "context-len"):
+        flag = {name: 4096}
+        require_context(
+            RolloutConfig(max_prompt_tokens=1024, max_completion_tokens=3072, engine_args=flag), fields, "m"
+        )
 
     with refused("rollout.max_completion_tokens", 1025, "at most 1024"):
         require_context(RolloutConfig(max_prompt_tokens=1024, max_completion_tokens=1025), fields, "m")

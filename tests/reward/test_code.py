@@ -215,6 +215,17 @@ def test_a_machine_that_cannot_confine_programs_is_refused(monkeypatch: pytest.M
         unavailable.cache_clear()
 
 
+@pytest.mark.parametrize("user", [0, 1000])
+def test_a_run_warns_that_programs_can_read_the_tests(user: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel without Landlock; only root's programs have a user of their own."""
+    monkeypatch.setattr("app.reward.code.check.unavailable", lambda: None)
+    monkeypatch.setattr("app.reward.code.check.reads_files", lambda: True)
+    monkeypatch.setattr(os, "getuid", lambda: user)
+    sentence, warns = require_sandbox()
+    assert warns
+    assert ("the tests" in sentence) == (user != 0)
+
+
 class WatchedScorer(Scorer):
     """Sets an event when it gets the first prompt's programs."""
 

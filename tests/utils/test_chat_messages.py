@@ -49,9 +49,17 @@ def test_arguments_of_calls_are_objects_and_keep_the_nulls_that_were_written(cal
     assert found["function"] == {"name": "f", "arguments": {"city": "Rome", "day": None}}
 
 
-def test_a_call_of_sharegpt_is_a_tool_call() -> None:
-    read = only({"from": "function_call", "value": '{"name": "f", "arguments": {"a": 1}}'})
-    assert read == {
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"from": "function_call", "value": '{"name": "f", "arguments": {"a": 1}}'},
+        {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"a": 1}'}},
+        {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": {"a": 1}}},
+        {"role": "assistant", "content": "", "function_call": '{"name": "f", "arguments": {"a": 1}}'},
+    ],
+)
+def test_a_call_of_another_form_is_a_tool_call(message: dict[str, Any]) -> None:
+    assert only(message) == {
         "role": "assistant",
         "content": "",
         "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}],

@@ -119,7 +119,7 @@ def _batch(config: RunConfig, given: Collection[str]) -> list[str]:
 
 def _rows(config: RunConfig) -> list[str]:
     try:
-        loaded = rows.load(config.data) if rows.sets_of(config.data).are_local else None
+        loaded = RunInputs(config, CheckStage.plan).rows if rows.sets_of(config.data).are_local else None
         lines = describe_rows(config.data, loaded, config.algorithm.prompts_per_step, config.steps)
     except ConfigError:
         return ["Data: refused, see the last lines"]

@@ -1,5 +1,6 @@
 """The check before a run with `reward=code`: its sandbox, and the tests of the rows."""
 
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,7 +22,8 @@ def require_sandbox() -> tuple[str, bool]:
         raise ConfigError("reward", "code", "a machine with seccomp, x86_64 or aarch64", reason)
     without = "files, network or processes of the machine"
     if reads_files():
-        without = "network or processes of the machine; the kernel has no Landlock, so it reads files as its user can"
+        reads = "files that every user can" if os.getuid() == 0 else "what this user can, the tests of its row among it"
+        without = f"network or signals; the kernel has no Landlock, so it reads {reads}"
     return f"a program of a completion runs without {without}", reads_files()
 
 

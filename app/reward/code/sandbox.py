@@ -1,7 +1,9 @@
 """Where the program of a completion runs: an interpreter of its own, without packages, environment or files.
 
 Landlock, limits and a seccomp filter confine it to one process, which ends with it: it cannot leave anything, or reach
-anything but its stdin and stdout.
+anything but its stdin and stdout. In a kernel without Landlock it reads what its user can. For all but root that is the
+run's user: it can read the tests, in the files of the data and in `/proc/<pid>/mem` of the process that judges. To set
+that process's PR_SET_DUMPABLE to 0 would hide its mark from the process reaper too, and would not hide the files.
 
 Why a filter of our own: sockets, signals, SysV memory, queues and keys are no files, so that neither Landlock nor a
 limit of the process refuses them. The binding of libseccomp on the package index (pyseccomp) is from 2021. This is a
