@@ -1,5 +1,6 @@
 """Which folder and which settings a resumed run gets, and what is refused before anything is touched."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ from app.config.model import LoraConfig
 from app.errors import DamagedCheckpoint
 from app.model.hf_directory import identity
 from app.recovery import saved_config
-from app.recovery.saved_config import SAVED
+from app.recovery.saved_config import DIGESTS, SAVED
+from app.start.output_folder import save_configuration
 from app.start.settle import Job, settle
 from tests.folders import a_run, composed_by_hydra, content, run_app
 from tests.refusals import refused
@@ -63,6 +65,21 @@ def test_an_override_that_would_make_another_run_is_refused(override: str, key: 
         settled(f"resume={run}", "steps=9", override)
     assert key is None or vars(caught.value)["key"] == key
     assert content(run) == before
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        ["+reward.components.math=1", "~reward.components.exact"],
+        ["data=gsm8k", "~data.eval_sets.test"],
+    ],
+)
+def test_what_a_line_removes_stays_removed_when_it_is_given_again(line: list[str], tmp_path: Path) -> None:
+    line = [*line, "checkpoint.every=20"]
+    run = a_run(tmp_path / "run", *line, step=4)
+    job = settled("resume=auto", *line, folder=run)
+    assert job.resumption.notes == ()
+    assert {"exact", "test"}.isdisjoint({*job.config.reward.components, *job.config.data.eval_sets})
 
 
 def test_the_line_that_started_a_run_is_accepted_again(tmp_path: Path) -> None:
@@ -207,8 +224,8 @@ def test_a_checkpoint_that_is_not_there_is_refused_with_those_that_are(mode: str
 
 def test_a_configuration_of_another_version_is_refused(tmp_path: Path) -> None:
     run = a_run(tmp_path / "run", step=4)
-    (run / SAVED).write_text((run / SAVED).read_text() + "unheard_of: 1\n")
-    with refused("resume", run, "unheard_of"):
+    OmegaConf.save({"placement": "unheard_of"}, run / SAVED)
+    with refused("resume", run):
         settled(f"resume={run}")
 
 
@@ -348,6 +365,57 @@ def test_a_text_of_the_environment_that_changed_is_refused(
         monkeypatch.setenv("MY_SPLIT", now)
     with refused("data.subset", "${oc.env:MY_SPLIT}", str(run)):
         settled(f"resume={run}")
+
+
+def test_a_line_that_refers_to_a_secret_is_given_again_without_telling_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOK", "x7-of-mine")
+    line = [
+        "tracking.use=[my.Tracker]",
+        "+tracking.args.token=${oc.env:TOK}",
+        "+tracking.args.header='Bearer ${tracking.args.token}'",
+    ]
+    run = a_saved_run(tmp_path / "run", "checkpoint.every=1", *line)
+    digests = json.loads((run / DIGESTS).read_text())
+    assert set(digests) == {"tracking.args.token", "tracking.args.header"}
+
+    job = settled(f"resume={run}", *line, "+tracking.args.other=${oc.env:TOK}")
+    assert job.config.tracking.args == {
+        **dict.fromkeys(("token", "other"), "x7-of-mine"),
+        "header": "Bearer x7-of-mine",
+    }
+    assert "tracking.args.other=${oc.env:TOK}" in job.resumption.notes[0]
+    save_configuration(job, job.config.steps)
+    assert {*json.loads((run / DIGESTS).read_text())} == {*digests, "tracking.args.other"}
+    assert "x7-of-mine" not in "".join(
+        [*job.resumption.notes, *(file.read_text() for file in (run / "config").iterdir())]
+    )
+
+
+def test_an_override_replaces_a_reference_whose_variable_is_not_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("D", "MY_PROJECT", "MY_SPLIT"):
+        monkeypatch.setenv(name, "there")
+    given = [
+        f"{key}=${{oc.env:{name}}}" for key, name in (("tracking.project", "MY_PROJECT"), ("data.subset", "MY_SPLIT"))
+    ]
+    run = a_saved_run(tmp_path / "run", "data=rows", "data.path=${oc.env:D}/a.jsonl", *given)
+    monkeypatch.delenv("D")
+    monkeypatch.delenv("MY_PROJECT")
+    words = ["data.path=/x.jsonl", "tracking.project=mine"]
+    job = settled("mode=eval", f"resume={run}", *words)
+    assert (job.config.data.path, job.config.data.subset, job.config.tracking.project) == ("/x.jsonl", "there", "mine")
+    with refused("data.path", "${oc.env:D}/a.jsonl"):
+        settled(f"resume={run}", *words)
+    monkeypatch.setenv("D", "there")
+    with refused("tracking.project", None, "MY_PROJECT"):
+        settled(f"resume={run}")
+
+    saved = (run / DIGESTS).read_text()
+    (run / DIGESTS).write_text(json.dumps({**json.loads(saved), "data.gone": "salt:1"}))
+    assert settled(f"resume={run}", words[1]).config.tracking.project == "mine"
 
 
 def test_settings_of_an_earlier_version_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
