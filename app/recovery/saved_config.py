@@ -32,6 +32,18 @@ DIGESTS = Path(CONFIG) / "environment.json"  # by setting: salt and digest
 PATHS = ("path", "eval_path", "demonstrations", "chat_template")  # settings of files
 REFERENCE = "${oc.env:"
 ALWAYS = ("hydra", "mode", "resume")  # never taken from the saved configuration
+# Settings of earlier versions with their defaults: those that changed what is learned, and the names of the others that
+# are not null.
+POLICY = {
+    "algorithm.tis_max": 2.0, "algorithm.icepop_low": 0.5, "algorithm.icepop_high": 5.0,
+    "algorithm.kpop_threshold": 0.1, "algorithm.sequence_mask_low": 0.99, "algorithm.sequence_mask_high": 1.001,
+    "algorithm.sapo_tau_positive": 1.0, "algorithm.sapo_tau_negative": 1.05,
+    "trainer.beta1": 0.9, "trainer.beta2": 0.98, "trainer.max_skipped_updates": 3,
+}  # fmt: skip
+OTHERS = {
+    "generator": "arithmetic", "max_operand": 50, "chain": {"problems": 2000, "eval_problems": 200}, "split": "train",
+    "max_prompt_retries": 2, "max_requests": 64, "retries": 5,
+}  # fmt: skip
 TEACHERS = ("teacher.urls",)  # they may move, but their term of the loss may not come or go
 
 
@@ -46,29 +58,59 @@ def save(settings: DictConfig, folder: Path) -> None:
     replace_file(folder / SAVED, OmegaConf.to_yaml(absolute_paths(_with_references(raw, resolved, texts))))
 
 
-def load(folder: Path) -> DictConfig:
-    """Load the settings of a run. Those that an earlier version had are left out, and named on the screen.
+def load(folder: Path, *, trains: bool = True) -> DictConfig:
+    """Load the settings of a run. Those that an earlier version had are left out, and named unless at their default.
 
     Raises:
-        ConfigError: The others do not fit today's schema.
+        ConfigError: The others do not fit today's schema; or, where the run `trains` on, one that was left out changed
+            what it learned.
     """
-    settings: Any = OmegaConf.load(folder / SAVED)
+    settings: Any = OmegaConf.to_container(OmegaConf.load(folder / SAVED), resolve=False)
     gone: list[str] = []
     while True:
         try:
             saved = OmegaConf.merge(OmegaConf.structured(RunConfig), settings)
             break
-        except ConfigKeyError as error:
-            section, _, name = str(error.full_key).rpartition(".")
-            gone.append(f"{error.full_key}={yaml_text(OmegaConf.select(settings, str(error.full_key)))}")
-            del (OmegaConf.select(settings, section) if section else settings)[name]
         except OmegaConfBaseException as error:
-            why = f"{SAVED} is not a configuration of this version: {config_error(error)}"
-            raise ConfigError("resume", folder, reason=why) from error
+            key = str(error.full_key)
+            place = _place(settings, key) if isinstance(error, ConfigKeyError) else None
+            if place is None:
+                why = f"{SAVED} is not a configuration of this version: {config_error(error)}"
+                raise ConfigError("resume", folder, reason=why) from error
+        section, name = place
+        value = section.pop(name)
+        default = POLICY.get(key, OTHERS.get(name))
+        if value == default or (key not in POLICY and not value):
+            continue
+        if bound := _bound(key, section):
+            section[bound] = value
+        elif trains and key in POLICY:
+            raise ConfigError(key, value, reason=f"the run in {folder} has it, and this version has only {default}")
+        else:
+            gone.append(f"{key}={yaml_text(value)}")
+    if saved.reward._target_ is None and "code" in saved.reward.components and "sandbox" in saved.reward.args:
+        gone.append(f"reward.args.sandbox={saved.reward.args.pop('sandbox')}")  # of an open mapping
     if gone:
         echo(f"the run in {folder} was saved by an earlier version, whose settings {', '.join(gone)} are left out")
     assert isinstance(saved, DictConfig)
     return saved
+
+
+def _place(section: dict[str, Any], key: str) -> tuple[dict[str, Any], str] | None:
+    """Return the mapping that holds a setting, and its name there. Names may have points."""
+    if key in section:
+        return section, key
+    inner = [(name, each) for name, each in section.items() if key.startswith(f"{name}.") and isinstance(each, dict)]
+    return next(filter(None, (_place(each, key.removeprefix(f"{name}.")) for name, each in inner)), None)
+
+
+def _bound(key: str, section: Mapping[str, Any]) -> str | None:
+    """Return the name that a bound of the chosen correction has today; None for any other setting."""
+    correction, _, bound = key.removeprefix("algorithm.").rpartition("_")
+    chosen = {"auto": "tis"}.get(name := section.get("correction", "auto"), name)
+    if key not in POLICY or correction != chosen:
+        return None
+    return "correction_low" if bound == "low" else "correction_high"
 
 
 def take_over(
