@@ -82,8 +82,9 @@ def load(folder: Path, *, trains: bool = True) -> DictConfig:
         default = POLICY.get(key, OTHERS.get(name))
         if value == default or (key not in POLICY and not value):
             continue
-        if bound := _bound(key, section):
-            section[bound] = value
+        of, _, bound = name.rpartition("_")
+        if key in POLICY and of == str(section.get("correction", "auto")).replace("auto", "tis"):
+            section["correction_low" if bound == "low" else "correction_high"] = value
         elif trains and key in POLICY:
             raise ConfigError(key, value, reason=f"the run in {folder} has it, and this version has only {default}")
         else:
@@ -102,15 +103,6 @@ def _place(section: dict[str, Any], key: str) -> tuple[dict[str, Any], str] | No
         return section, key
     inner = [(name, each) for name, each in section.items() if key.startswith(f"{name}.") and isinstance(each, dict)]
     return next(filter(None, (_place(each, key.removeprefix(f"{name}.")) for name, each in inner)), None)
-
-
-def _bound(key: str, section: Mapping[str, Any]) -> str | None:
-    """Return the name that a bound of the chosen correction has today; None for any other setting."""
-    correction, _, bound = key.removeprefix("algorithm.").rpartition("_")
-    chosen = {"auto": "tis"}.get(name := section.get("correction", "auto"), name)
-    if key not in POLICY or correction != chosen:
-        return None
-    return "correction_low" if bound == "low" else "correction_high"
 
 
 def take_over(
@@ -135,7 +127,7 @@ def take_over(
         for key in sorted((key for key in keys if "." in key or key in sections), key=lambda key: key.count(".")):
             words = key.split(".")
             parts = (".".join(words[:count]) for count in range(1, len(words) + 1))
-            missing = next((each for each in parts if _is_null(merged, each)), key)  # an evaluation set
+            missing = next((each for each in parts if not _is_mapping(_node(merged, each))), key)  # an evaluation set
             section, _, name = missing.rpartition(".")
             if (node := _node(settings, missing)) is not None:
                 OmegaConf.update(merged, missing, deepcopy(node), merge=False)
@@ -191,18 +183,16 @@ def _node(settings: DictConfig, key: str) -> Node | None:
     """Return a setting with its references as they are written; None where there is none."""
     section, _, name = key.rpartition(".")
     parent: Any = OmegaConf.select(settings, section) if section else settings
-    if OmegaConf.is_list(parent):
-        return parent._get_node(int(name))  # type: ignore[no-any-return]
-    return parent._get_node(name) if OmegaConf.is_dict(parent) else None
+    return parent._get_node(name) if _is_mapping(parent) else None
 
 
-def _is_null(settings: DictConfig, key: str) -> bool:
-    return (node := _node(settings, key)) is None or node._is_none()
+def _is_mapping(node: Any) -> bool:
+    return isinstance(node, DictConfig) and not node._is_none() and not node._is_interpolation()
 
 
 def _resolved(node: Any) -> Any:
     """Return plain values. What does not resolve, as where a variable is not set, stays as it is written."""
-    if OmegaConf.is_dict(node) and not node._is_none() and not node._is_interpolation():
+    if _is_mapping(node):
         return {key: _resolved(node._get_node(key)) for key in node}
     try:
         found = node._dereference_node()
