@@ -12,7 +12,7 @@ import sys
 import traceback
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -100,22 +100,28 @@ def run(job: Job) -> ModeResult:
 
 
 def remove_empty(folder: Path) -> None:
-    """Remove a folder, and its parents below the working directory, as far as they are empty."""
-    here = Path.cwd()
-    if folder == here:
-        return
+    """Remove a folder, and its parents, as far as they are empty and were made for this command."""
     with suppress(OSError):
-        folder.rmdir()
-        for parent in folder.parents:
-            if here not in parent.parents:
+        for each in (folder, *folder.parents):
+            if each == SweepEnd.kept or SweepEnd.kept is None:
                 return
-            parent.rmdir()
+            each.rmdir()
 
 
 class SweepEnd(Callback):
-    """Refuses the folder of an earlier sweep; at the end prints a table of the runs and writes their report."""
+    """Refuses the folder of an earlier sweep; at the end prints a table of the runs and writes their report.
 
+    Of a single run it notes which folder was there before Hydra makes that of the run.
+    """
+
+    kept: ClassVar[Path | None] = None  # the folder, or the nearest above it, that this command has not made
     failed = False  # whether a job of this process failed
+
+    def on_run_start(self, config: DictConfig, **_: Any) -> None:
+        """A folder that cannot be resolved is Hydra's to refuse."""
+        with suppress(OmegaConfBaseException):
+            folder = Path(os.path.abspath(str(config.hydra.run.dir)))
+            SweepEnd.kept = next(each for each in (folder, *folder.parents) if each.is_dir())
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         """Hydra would refuse nothing, and each job would be refused on its own."""

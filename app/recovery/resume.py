@@ -8,6 +8,7 @@ Invariants:
 - Nothing here writes: a refusal comes before any folder is touched.
 """
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,9 +33,8 @@ RESUMABLE = (
     "steps", "epochs", "stop", "eval.every", "checkpoint", "tracking", "recovery", "cluster", "offload", "weight_sync",
     "model.path", "model.chat_template", "placement.devices", "placement.trainer_devices", "placement.rollout_devices",
     "rollout.urls", "rollout.port", "rollout.memory_fraction", "rollout.max_inflight_groups", "rollout.stall_timeout_s",
-    "rollout.start_timeout_s", "teacher.urls", "teacher.devices", "teacher.max_requests", "teacher.retries",
-    "teacher.timeout_s", "trainer.compile", "trainer.activation_checkpointing", "trainer.tokens_per_microbatch",
-    "trainer.profile_steps", "trainer.timeout_s",
+    "rollout.start_timeout_s", "teacher.urls", "teacher.devices", "teacher.timeout_s", "trainer.compile",
+    "trainer.activation_checkpointing", "trainer.tokens_per_microbatch", "trainer.profile_steps", "trainer.timeout_s",
 )  # fmt: skip
 EVALUABLE = (
     "data", "reward", "eval", "rollout", "device", "placement", "model.path", "tracking", "recovery", "cluster",
@@ -74,7 +74,8 @@ def resume_training(settings: DictConfig, folder: Path) -> Resumption:
     if resume != AUTO:
         own, checkpoint = locate(resume)
         given: Any = OmegaConf.to_container(settings.hydra, resolve=False)
-        same = "${" in given["run"]["dir"] or folder == own  # the default, or the folder of the run
+        is_default = "${" in given["run"]["dir"]
+        same = is_default or os.path.abspath(folder) == os.path.abspath(own)
         expect(same, "hydra.run.dir", folder, f"none with resume={resume}, which continues the run in its own folder")
         folder = own
 
@@ -121,7 +122,8 @@ def resume_evaluation(settings: DictConfig, folder: Path) -> Resumption:
     run, checkpoint = locate(str(settings.resume))
     checkpoint = checkpoint or latest(run)
     expect(checkpoint is not None, "resume", settings.resume, f"a run with checkpoints; {list_checkpoints(run)}")
-    merged, notes = take_over(settings, load(run), run, EVALUABLE)
+    merged, notes = take_over(settings, load(run, trains=False), run, EVALUABLE)
+    merged.resume = str(checkpoint)
     return Resumption(merged, folder, checkpoint, notes)
 
 
@@ -138,9 +140,8 @@ def resume_preview(settings: DictConfig, folder: Path) -> Resumption:
 
 def locate(resume: str) -> tuple[Path, Path | None]:
     """Return the folder of the run that `resume=` names, and the checkpoint if it names one."""
-    path = Path(resume).expanduser().absolute()
-    of_checkpoint = path.parent.name == FOLDER
-    folder = path.parent.parent if of_checkpoint else path
+    folder, path = run_named(resume), Path(resume).expanduser().absolute()
+    of_checkpoint = folder != path
     accepted = f"auto, never, a run's folder (with {SAVED} in it) or one of its checkpoints"
     expect((folder / SAVED).is_file(), "resume", resume, accepted)
     checkpoint = named(path) if of_checkpoint else None
@@ -150,10 +151,17 @@ def locate(resume: str) -> tuple[Path, Path | None]:
     return folder, checkpoint
 
 
+def run_named(resume: str) -> Path:
+    """Return the folder of the run that `resume=` names, by itself or by a checkpoint, whether it is there or not."""
+    path = Path(resume).expanduser().absolute()
+    return path.parent.parent if path.parent.name == FOLDER else path
+
+
 def require_unused(folder: Path, mode: Mode) -> None:
     """Raise `ConfigError` if the folder already holds a run."""
-    accepted = "resume=auto to continue it, or another folder" if mode.trains else "another folder"
-    if mode is Mode.eval:
+    is_saved = (folder / SAVED).is_file()  # else nothing can continue it
+    accepted = "resume=auto to continue it, or another folder" if mode.trains and is_saved else "another folder"
+    if mode is Mode.eval and is_saved:
         accepted += f", or {override('resume', folder)} without hydra.run.dir to evaluate that run"
     expect(not holds_run(folder), "hydra.run.dir", folder, f"{accepted}; it already holds a run")
 

@@ -7,14 +7,16 @@ a salted digest of its value, which a resume compares.
 import glob
 import json
 import os
+import re
 import secrets
 from collections.abc import Collection, Mapping
 from copy import deepcopy
+from enum import Enum
 from hashlib import scrypt
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, Node, OmegaConf, open_dict
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from app.config import RunConfig
@@ -30,43 +32,77 @@ DIGESTS = Path(CONFIG) / "environment.json"  # by setting: salt and digest
 PATHS = ("path", "eval_path", "demonstrations", "chat_template")  # settings of files
 REFERENCE = "${oc.env:"
 ALWAYS = ("hydra", "mode", "resume")  # never taken from the saved configuration
+# Settings of earlier versions with their defaults: those that changed what is learned, and the names of the others that
+# are not null.
+POLICY = {
+    "algorithm.tis_max": 2.0, "algorithm.icepop_low": 0.5, "algorithm.icepop_high": 5.0,
+    "algorithm.kpop_threshold": 0.1, "algorithm.sequence_mask_low": 0.99, "algorithm.sequence_mask_high": 1.001,
+    "algorithm.sapo_tau_positive": 1.0, "algorithm.sapo_tau_negative": 1.05,
+    "trainer.beta1": 0.9, "trainer.beta2": 0.98, "trainer.max_skipped_updates": 3,
+}  # fmt: skip
+OTHERS = {
+    "generator": "arithmetic", "max_operand": 50, "chain": {"problems": 2000, "eval_problems": 200}, "split": "train",
+    "max_prompt_retries": 2, "max_requests": 64, "retries": 5,
+}  # fmt: skip
 TEACHERS = ("teacher.urls",)  # they may move, but their term of the loss may not come or go
 
 
 def save(settings: DictConfig, folder: Path) -> None:
     """Write the settings of the run in `folder`. The configuration is last: a folder without it holds no run."""
     raw, resolved = (OmegaConf.to_container(settings, resolve=each, enum_to_str=True) for each in (False, True))
-    values = flatten(resolved)
-    referring = [key for key, value in flatten(raw).items() if REFERENCE in json.dumps(value, default=str)]
-    digests = {key: _digest(values[key], secrets.token_hex(16)) for key in referring if not _is_number(values[key])}
+    values, texts = flatten(resolved), flatten(raw)
+    referring = [key for key, text in texts.items() if _refers(text, texts) and not _is_number(values.get(key))]
+    digests = {key: _digest(values.get(key), secrets.token_hex(16)) for key in referring}
 
     replace_file(folder / DIGESTS, json.dumps(digests, indent=1))
-    replace_file(folder / SAVED, OmegaConf.to_yaml(absolute_paths(_with_references(raw, resolved))))
+    replace_file(folder / SAVED, OmegaConf.to_yaml(absolute_paths(_with_references(raw, resolved, texts))))
 
 
-def load(folder: Path) -> DictConfig:
-    """Load the settings of a run. Those that an earlier version had are left out, and named on the screen.
+def load(folder: Path, *, trains: bool = True) -> DictConfig:
+    """Load the settings of a run. Those that an earlier version had are left out, and named unless at their default.
 
     Raises:
-        ConfigError: The others do not fit today's schema.
+        ConfigError: The others do not fit today's schema; or, where the run `trains` on, one that was left out changed
+            what it learned.
     """
-    settings: Any = OmegaConf.load(folder / SAVED)
+    settings: Any = OmegaConf.to_container(OmegaConf.load(folder / SAVED), resolve=False)
     gone: list[str] = []
     while True:
         try:
             saved = OmegaConf.merge(OmegaConf.structured(RunConfig), settings)
             break
-        except ConfigKeyError as error:
-            section, _, name = str(error.full_key).rpartition(".")
-            gone.append(f"{error.full_key}={yaml_text(OmegaConf.select(settings, str(error.full_key)))}")
-            del (OmegaConf.select(settings, section) if section else settings)[name]
         except OmegaConfBaseException as error:
-            why = f"{SAVED} is not a configuration of this version: {config_error(error)}"
-            raise ConfigError("resume", folder, reason=why) from error
+            key = str(error.full_key)
+            place = _place(settings, key) if isinstance(error, ConfigKeyError) else None
+            if place is None:
+                why = f"{SAVED} is not a configuration of this version: {config_error(error)}"
+                raise ConfigError("resume", folder, reason=why) from error
+        section, name = place
+        value = section.pop(name)
+        default = POLICY.get(key, OTHERS.get(name))
+        if value == default or (key not in POLICY and not value):
+            continue
+        of, _, bound = name.rpartition("_")
+        if key in POLICY and of == str(section.get("correction", "auto")).replace("auto", "tis"):
+            section["correction_low" if bound == "low" else "correction_high"] = value
+        elif trains and key in POLICY:
+            raise ConfigError(key, value, reason=f"the run in {folder} has it, and this version has only {default}")
+        else:
+            gone.append(f"{key}={yaml_text(value)}")
+    if saved.reward._target_ is None and "code" in saved.reward.components and "sandbox" in saved.reward.args:
+        gone.append(f"reward.args.sandbox={saved.reward.args.pop('sandbox')}")  # of an open mapping
     if gone:
         echo(f"the run in {folder} was saved by an earlier version, whose settings {', '.join(gone)} are left out")
     assert isinstance(saved, DictConfig)
     return saved
+
+
+def _place(section: dict[str, Any], key: str) -> tuple[dict[str, Any], str] | None:
+    """Return the mapping that holds a setting, and its name there. Names may have points."""
+    if key in section:
+        return section, key
+    inner = [(name, each) for name, each in section.items() if key.startswith(f"{name}.") and isinstance(each, dict)]
+    return next(filter(None, (_place(each, key.removeprefix(f"{name}.")) for name, each in inner)), None)
 
 
 def take_over(
@@ -91,8 +127,12 @@ def take_over(
         for key in sorted((key for key in keys if "." in key or key in sections), key=lambda key: key.count(".")):
             words = key.split(".")
             parts = (".".join(words[:count]) for count in range(1, len(words) + 1))
-            missing = next((each for each in parts if OmegaConf.select(merged, each) is None), key)  # an evaluation set
-            OmegaConf.update(merged, missing, deepcopy(OmegaConf.select(settings, missing)), merge=False)
+            missing = next((each for each in parts if not _is_mapping(_node(merged, each))), key)  # an evaluation set
+            section, _, name = missing.rpartition(".")
+            if (node := _node(settings, missing)) is not None:
+                OmegaConf.update(merged, missing, deepcopy(node), merge=False)
+            elif _node(merged, missing) is not None:  # `~key` on the command line
+                del OmegaConf.select(merged, section)[name]
         if "steps" in given and "epochs" not in given:
             merged.epochs = None
 
@@ -110,7 +150,7 @@ def _changes(saved: DictConfig, merged: DictConfig, folder: Path, changeable: Co
         stays = not _is_in(name, changeable) or (_is_in(name, TEACHERS) and not {"null", "[]"}.isdisjoint((was, now)))
         # The value of a reference may be a secret.
         was, now = (
-            yaml_text(raw[name]) if REFERENCE in str(raw.get(name)) else value
+            yaml_text(raw[name]) if _refers(raw.get(name), raw) else value
             for raw, value in ((raw_before, was), (raw_after, now))
         )
         if stays:
@@ -123,8 +163,8 @@ def _changes(saved: DictConfig, merged: DictConfig, folder: Path, changeable: Co
 def _leaves(settings: DictConfig) -> Mapping[str, str]:
     """Return the settings as texts by their dotted names, those that are left to the schema included."""
     known = OmegaConf.masked_copy(settings, [str(key) for key in settings if key not in ALWAYS])
-    complete = OmegaConf.merge(OmegaConf.structured(RunConfig), OmegaConf.to_container(known, resolve=True))
-    values = flatten(absolute_paths(OmegaConf.to_container(complete, resolve=True, enum_to_str=True)))
+    complete = OmegaConf.merge(OmegaConf.structured(RunConfig), OmegaConf.to_container(known))
+    values = flatten(absolute_paths(_resolved(complete)))
     return {key: yaml_text(value) for key, value in values.items() if value != {} and key not in ALWAYS}
 
 
@@ -132,14 +172,40 @@ def _require_same_environment(saved: DictConfig, folder: Path, changeable: Colle
     """Raise `ConfigError` if a setting outside of `changeable` refers to another text than when the run was saved."""
     file = folder / DIGESTS
     digests: dict[str, str] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    for key in (key for key in digests if not _is_in(key, changeable)):
-        try:
-            now = flatten(OmegaConf.to_container(saved, resolve=True, enum_to_str=True)).get(key)
-        except OmegaConfBaseException:  # a variable that is not set
-            now = None
-        if _digest(now, digests[key].partition(":")[0]) != digests[key]:
+    values, texts = flatten(_resolved(saved)), flatten(saved)
+    for key in (key for key in digests if key in texts and not _is_in(key, changeable)):
+        if _digest(values.get(key), digests[key].partition(":")[0]) != digests[key]:
             accepted = f"the value that the environment had when the run in {folder} was saved"
-            raise ConfigError(key, flatten(saved).get(key), accepted, "its variable has another one now, or none")
+            raise ConfigError(key, texts[key], accepted, "its variable has another one now, or none")
+
+
+def _node(settings: DictConfig, key: str) -> Node | None:
+    """Return a setting with its references as they are written; None where there is none."""
+    section, _, name = key.rpartition(".")
+    parent: Any = OmegaConf.select(settings, section) if section else settings
+    return parent._get_node(name) if _is_mapping(parent) else None
+
+
+def _is_mapping(node: Any) -> bool:
+    return isinstance(node, DictConfig) and not node._is_none() and not node._is_interpolation()
+
+
+def _resolved(node: Any) -> Any:
+    """Return plain values. What does not resolve, as where a variable is not set, stays as it is written."""
+    if _is_mapping(node):
+        return {key: _resolved(node._get_node(key)) for key in node}
+    try:
+        found = node._dereference_node()
+        plain = OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found._value()
+    except OmegaConfBaseException:
+        plain = OmegaConf.to_container(node, resolve=False) if OmegaConf.is_config(node) else node._value()
+    return plain.name if isinstance(plain, Enum) else plain
+
+
+def _refers(value: Any, texts: Mapping[str, Any]) -> bool:
+    """Whether a value refers to the environment, itself or by the settings that it names."""
+    named = re.findall(r"\$\{([\w.]+)\}", str(value))
+    return REFERENCE in str(value) or any(_refers(texts[key], texts) for key in texts if _is_in(key, named))
 
 
 def _is_in(key: str, names: Collection[str]) -> bool:
@@ -159,13 +225,13 @@ def absolute_paths(settings: Any, name: str = "") -> Any:
     return os.path.abspath(path) if os.path.exists(path) or glob.has_magic(path) else settings  # the id of a hub
 
 
-def _with_references(raw: Any, resolved: Any) -> Any:
+def _with_references(raw: Any, resolved: Any, texts: Mapping[str, Any]) -> Any:
     """Return the resolved values, but texts that refer to the environment as they were given."""
     if isinstance(raw, dict):
-        return {key: _with_references(value, resolved[key]) for key, value in raw.items()}
+        return {key: _with_references(value, resolved[key], texts) for key, value in raw.items()}
     if isinstance(raw, list):
-        return [_with_references(*pair) for pair in zip(raw, resolved, strict=True)]
-    return raw if isinstance(raw, str) and REFERENCE in raw and not _is_number(resolved) else resolved
+        return [_with_references(*pair, texts) for pair in zip(raw, resolved, strict=True)]
+    return raw if isinstance(raw, str) and _refers(raw, texts) and not _is_number(resolved) else resolved
 
 
 def _is_number(value: Any) -> bool:

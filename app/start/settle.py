@@ -9,12 +9,14 @@ from omegaconf import DictConfig, OmegaConf
 from app.config import Mode, RunConfig, compose
 from app.errors import expect
 from app.recovery.resume import (
+    AUTO,
     NEVER,
     Resumption,
     require_unused,
     resume_evaluation,
     resume_preview,
     resume_training,
+    run_named,
     state_of,
 )
 
@@ -58,6 +60,8 @@ def settle(composed: DictConfig, folder: Path, *, sweep: bool = False) -> Job:
     mode: Mode = settings.mode
     anew = not sweep or settings.resume == NEVER
     expect(anew, "resume", settings.resume, "never in a sweep, whose jobs are new runs")
+    # Before any of its files is read: another process may replace them in the meantime.
+    seen = state_of(run_named(settings.resume) if mode.trains and settings.resume not in (AUTO, NEVER) else folder)
     if mode in PREVIEWS:
         if f"mode={Mode.sft.name}" in settings.hydra.overrides.task:  # `mode=sft … mode=plan`
             settings.mode = Mode.sft
@@ -73,4 +77,4 @@ def settle(composed: DictConfig, folder: Path, *, sweep: bool = False) -> Job:
         resumption = Resumption(settings, folder)
 
     config = compose.resolve(resumption.settings)
-    return Job(config.mode if mode not in PREVIEWS else mode, config, resumption, given, state_of(resumption.folder))
+    return Job(config.mode if mode not in PREVIEWS else mode, config, resumption, given, seen)

@@ -1,16 +1,20 @@
 """Which folder and which settings a resumed run gets, and what is refused before anything is touched."""
 
+import json
 from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf, open_dict
 
 from app.checkpoint.run_state import RunState, write_state
+from app.config.compose import setting_names
 from app.config.model import LoraConfig
-from app.errors import DamagedCheckpoint
+from app.errors import ConfigError, DamagedCheckpoint
 from app.model.hf_directory import identity
 from app.recovery import saved_config
-from app.recovery.saved_config import SAVED
+from app.recovery.resume import EVALUABLE, RESUMABLE
+from app.recovery.saved_config import DIGESTS, SAVED
+from app.start.output_folder import save_configuration
 from app.start.settle import Job, settle
 from tests.folders import a_run, composed_by_hydra, content, run_app
 from tests.refusals import refused
@@ -65,6 +69,21 @@ def test_an_override_that_would_make_another_run_is_refused(override: str, key: 
     assert content(run) == before
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        ["+reward.components.math=1", "~reward.components.exact"],
+        ["data=gsm8k", "~data.eval_sets.test"],
+    ],
+)
+def test_what_a_line_removes_stays_removed_when_it_is_given_again(line: list[str], tmp_path: Path) -> None:
+    line = [*line, "checkpoint.every=20"]
+    run = a_run(tmp_path / "run", *line, step=4)
+    job = settled("resume=auto", *line, folder=run)
+    assert job.resumption.notes == ()
+    assert {"exact", "test"}.isdisjoint({*job.config.reward.components, *job.config.data.eval_sets})
+
+
 def test_the_line_that_started_a_run_is_accepted_again(tmp_path: Path) -> None:
     line = ["experiment=cuda4_colocate_4b", "algorithm=dapo", "trainer.lr=1e-5", "steps=70", "checkpoint.every=9"]
     run = a_run(tmp_path / "run", *line, step=4)
@@ -78,6 +97,8 @@ def test_a_run_is_continued_in_its_own_folder_only(tmp_path: Path) -> None:
     with refused("hydra.run.dir", tmp_path / "other"):
         settled(f'resume="{run}"', "steps=9", folder=tmp_path / "other")
     assert settled(f'resume="{run}"', "steps=9").folder == run
+    above = f"{tmp_path}/../{tmp_path.name}/a run"
+    assert settled(f'resume="{above}"', "steps=9", folder=run).resumption.checkpoint is not None
     assert settled(f'resume="{run}/checkpoints/step_4"', "steps=9").folder == run
 
 
@@ -98,6 +119,13 @@ def test_what_is_no_run_or_a_used_folder_is_refused(tmp_path: Path) -> None:
     run = a_run(tmp_path / "run")
     with refused("hydra.run.dir", run, "resume=auto"):
         settled(folder=run)
+    (run / "hidden").mkdir()
+    (run / SAVED).rename(run / "hidden" / "config.yaml")
+    for mode in ("train", "eval"):
+        with pytest.raises(ConfigError) as caught:
+            settled(f"mode={mode}", "resume=auto", folder=run)
+        assert (caught.value.key, "resume=" in caught.value.accepted) == ("hydra.run.dir", False)
+    (run / "hidden" / "config.yaml").rename(run / SAVED)
     with refused("resume", run, "no checkpoint", f"resume=auto hydra.run.dir={run}"):
         settled(f"resume={run}")
     evaluation = a_run(tmp_path / "evaluation", "mode=eval")
@@ -207,8 +235,8 @@ def test_a_checkpoint_that_is_not_there_is_refused_with_those_that_are(mode: str
 
 def test_a_configuration_of_another_version_is_refused(tmp_path: Path) -> None:
     run = a_run(tmp_path / "run", step=4)
-    (run / SAVED).write_text((run / SAVED).read_text() + "unheard_of: 1\n")
-    with refused("resume", run, "unheard_of"):
+    OmegaConf.save({"placement": "unheard_of"}, run / SAVED)
+    with refused("resume", run):
         settled(f"resume={run}")
 
 
@@ -222,6 +250,7 @@ def test_an_evaluation_takes_the_runs_settings_but_for_what_may_be_given_anew(tm
     assert (config.mode.name, config.algorithm.group_size, config.data.arithmetic.problems) == ("eval", 4, 50)
     assert (config.seed, config.eval.samples, config.eval.temperature) == (3, 2, 1.0)
     assert (job.resumption.checkpoint, job.folder) == (run / "checkpoints" / "step_4", NEW)
+    assert config.resume == str(job.resumption.checkpoint)
     with refused("seed", 1, str(run)):
         settled("mode=eval", f"resume={run}", "seed=1")
 
@@ -350,15 +379,105 @@ def test_a_text_of_the_environment_that_changed_is_refused(
         settled(f"resume={run}")
 
 
-def test_settings_of_an_earlier_version_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = a_run(tmp_path / "run", "+data.eval_sets.mine.path=/x.jsonl", step=4)
+def test_a_line_that_refers_to_a_secret_is_given_again_without_telling_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOK", "x7-of-mine")
+    line = [
+        "tracking.use=[my.Tracker]",
+        "+tracking.args.token=${oc.env:TOK}",
+        "+tracking.args.header='Bearer ${tracking.args.token}'",
+    ]
+    run = a_saved_run(tmp_path / "run", "checkpoint.every=1", *line)
+    digests = json.loads((run / DIGESTS).read_text())
+    assert set(digests) == {"tracking.args.token", "tracking.args.header"}
+
+    job = settled(f"resume={run}", *line, "+tracking.args.other=${oc.env:TOK}")
+    assert job.config.tracking.args == {
+        **dict.fromkeys(("token", "other"), "x7-of-mine"),
+        "header": "Bearer x7-of-mine",
+    }
+    assert "tracking.args.other=${oc.env:TOK}" in job.resumption.notes[0]
+    save_configuration(job, job.config.steps)
+    assert {*json.loads((run / DIGESTS).read_text())} == {*digests, "tracking.args.other"}
+    assert "x7-of-mine" not in "".join(
+        [*job.resumption.notes, *(file.read_text() for file in (run / "config").iterdir())]
+    )
+
+
+def test_an_override_replaces_a_reference_whose_variable_is_not_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("D", "MY_PROJECT", "MY_SPLIT"):
+        monkeypatch.setenv(name, "there")
+    given = [
+        f"{key}=${{oc.env:{name}}}" for key, name in (("tracking.project", "MY_PROJECT"), ("data.subset", "MY_SPLIT"))
+    ]
+    run = a_saved_run(tmp_path / "run", "data=rows", "data.path=${oc.env:D}/a.jsonl", *given)
+    monkeypatch.delenv("D")
+    monkeypatch.delenv("MY_PROJECT")
+    words = ["data.path=/x.jsonl", "tracking.project=mine"]
+    job = settled("mode=eval", f"resume={run}", *words)
+    assert (job.config.data.path, job.config.data.subset, job.config.tracking.project) == ("/x.jsonl", "there", "mine")
+    with refused("data.path", "${oc.env:D}/a.jsonl"):
+        settled(f"resume={run}", *words)
+    monkeypatch.setenv("D", "there")
+    with refused("tracking.project", None, "MY_PROJECT"):
+        settled(f"resume={run}")
+
+    saved = (run / DIGESTS).read_text()
+    (run / DIGESTS).write_text(json.dumps({**json.loads(saved), "data.gone": "salt:1"}))
+    assert settled(f"resume={run}", words[1]).config.tracking.project == "mine"
+
+
+def saved_with(folder: Path, *overrides: str, **values: object) -> Path:
+    """A run whose saved configuration has more settings than there are today; `__` in their names is a point."""
+    run = a_run(folder, *overrides, step=4)
     saved = OmegaConf.load(run / SAVED)
-    saved.data.generator = "arithmetic"
-    saved.data.arithmetic = {"max_operand": 50}
-    saved.data.eval_sets.mine.gone = None
-    saved.trainer.beta1 = 0.8
+    for key, value in values.items():
+        OmegaConf.update(saved, key.replace("__", "."), value, force_add=True)
     OmegaConf.save(saved, run / SAVED)
+    return run
+
+
+def test_settings_of_an_earlier_version_are_left_out_and_named_where_they_had_a_value(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sets = {"v1": {"path": "/v1.jsonl"}, "v1.5": {"path": "/x.jsonl", "gone": 3, "answer_after": None}}
+    quiet = {"data__arithmetic__max_operand": 50, "teacher__retries": 5, "eval__min_p": 0.0, "trainer__beta1": 0.9}
+    named = {"data__chain": {"problems": 7}, "eval__stop": ["END"], "reward__args__sandbox": "process"}
+    run = saved_with(tmp_path / "run", "reward=code", **quiet, **named, data__eval_sets=sets, algorithm__tis_max=2.0)
     config = settled(f"resume={run}").config
-    assert (config.data.name, config.data.eval_sets["mine"].path) == ("arithmetic", "/x.jsonl")
+    assert (config.data.eval_sets["v1.5"].path, config.reward.args) == ("/x.jsonl", {})
     shown = capsys.readouterr().err
-    assert all(each in shown for each in ("data.generator", "data.eval_sets.mine.gone", "trainer.beta1=0.8"))
+    assert all(f"{each.replace('__', '.')}=" in shown for each in (*named, "data.eval_sets.v1.5.gone"))
+    assert not any(each.replace("__", ".") in shown for each in (*quiet, "answer_after", "algorithm__tis_max"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "value", "bounds"),
+    [
+        ([], "trainer.beta1", 0.0, None),
+        ([], "algorithm.sapo_tau_positive", 2.0, None),
+        (["algorithm.correction=icepop"], "algorithm.tis_max", 3.0, None),
+        ([], "algorithm.tis_max", 3.0, (None, 3.0)),  # auto
+        (["algorithm.correction=icepop"], "algorithm.icepop_low", 0.2, (0.2, None)),
+        (["algorithm.correction=kpop"], "algorithm.kpop_threshold", 0.3, (None, 0.3)),
+        (["algorithm.correction=sequence_mask"], "algorithm.sequence_mask_high", 1.1, (None, 1.1)),
+    ],
+)
+def test_a_setting_of_an_earlier_version_that_changed_the_policy_is_kept_or_refused(
+    overrides: list[str], key: str, value: float, bounds: tuple[float | None, float | None] | None, tmp_path: Path
+) -> None:
+    run = saved_with(tmp_path / "run", *overrides, **{key: value})
+    if bounds is None:
+        with refused(key, value, str(run)):
+            settled(f"resume={run}")
+        assert settled("mode=eval", f"resume={run}").resumption.checkpoint is not None  # nothing is learned
+        return
+    algorithm = settled(f"resume={run}").config.algorithm
+    assert (algorithm.correction_low, algorithm.correction_high) == bounds
+
+
+def test_what_a_resume_may_change_are_settings() -> None:
+    assert {*RESUMABLE, *EVALUABLE} <= {*setting_names()}

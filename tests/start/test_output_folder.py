@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 from hydra._internal.config_loader_impl import get_overrides_dirname
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from app.config.command_line import override
 from app.errors import RunError
+from app.recovery import resume, saved_config
 from app.recovery.run_lock import run_lock
 from app.start.output_folder import output_folder, save_configuration
 from app.start.settle import settle
@@ -217,6 +218,23 @@ def test_a_run_that_another_process_continued_before_the_lock_was_free_is_left_a
     assert {name: digest for name, digest in content(run).items() if name != "driver.lock"} == there
 
 
+@pytest.mark.parametrize("words", [["resume=auto", "hydra.run.dir={run}"], ["resume={run}/checkpoints/step_2"]])
+def test_a_run_that_another_process_continued_while_its_files_were_read_is_left_alone(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = a_run(tmp_path / "run", "steps=9", step=2)
+
+    def written_meanwhile(folder: Path) -> DictConfig:
+        saved = saved_config.load(folder)
+        (folder / "summary.json").write_text('{"status": "finished", "steps": 9}')
+        return saved
+
+    monkeypatch.setattr(resume, "load", written_meanwhile)
+    job = settle(composed_by_hydra(*(word.format(run=run) for word in words)), run)
+    with pytest.raises(RunError), output_folder(job, job.config):
+        pass
+
+
 def test_a_run_that_nobody_changed_is_continued_with_the_settings_it_was_given(tmp_path: Path) -> None:
     run = a_run(tmp_path / "run", "steps=9", "trainer.lr=0.1", step=4)
     job = settle(composed_by_hydra("resume=auto", f"hydra.run.dir={run}", "checkpoint.every=2"), run)
@@ -316,6 +334,18 @@ def test_a_mode_that_does_not_write_and_a_refused_start_leave_no_folder(words: s
     code, text = run_app(*words.split(), cwd=tmp_path)
     assert code == (0 if words == "mode=plan" else 2), text
     assert content(tmp_path) == {}
+
+
+@pytest.mark.parametrize("words", ["mode=plan", "steps=0"])
+def test_an_empty_folder_that_was_there_stays_and_what_was_made_for_the_command_goes(
+    words: str, tmp_path: Path
+) -> None:
+    (tmp_path / "here").mkdir()
+    pre = tmp_path / "there" / "pre"
+    pre.mkdir(parents=True)
+    for folder in (pre, pre / "new" / "run"):
+        run_app(words, f"hydra.run.dir={folder}", cwd=tmp_path / "here")
+        assert set(content(tmp_path)) == {"here", "there", "there/pre"}
 
 
 @pytest.mark.parametrize("key", ["hydra.run.dir", "hydra.sweep.dir"])
