@@ -119,9 +119,14 @@ class SweepEnd(Callback):
 
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
         """A folder that cannot be resolved is Hydra's to refuse."""
-        with suppress(OmegaConfBaseException):
+        try:
             folder = Path(os.path.abspath(str(config.hydra.run.dir)))
             SweepEnd.kept = next(each for each in (folder, *folder.parents) if each.is_dir())
+            require_writable("hydra.run.dir", str(folder))
+        except OmegaConfBaseException:
+            return
+        except ConfigError as error:
+            raise SystemExit(report(error)) from None
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         """Hydra would refuse nothing, and each job would be refused on its own."""
