@@ -171,7 +171,9 @@ class Device:
     trainer_runtime_gib: float = 0.0  # per rank, not offloadable: context, kernels, collective buffers
     engine_runtime_gib: float = 0.0  # per engine rank
     push_seconds_per_gb: float = 0.0  # weight sync over `collective`
-    linear_widths: float = 2.5  # float32 tensors as wide as the values that kernels of linear attention keep
+    # Float32 tensors as wide as the values that kernels of linear attention keep: in a backward pass, and until then.
+    linear_widths: float = 2.5
+    linear_widths_kept: float = 2.5
     steps_in_place: bool = False  # optimizer updates tensor by tensor, without temporaries of all of them
 
     def torch_device(self, index: int = 0) -> "torch.device":

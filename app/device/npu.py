@@ -138,8 +138,9 @@ DEVICE = Device(
     trainer_runtime_gib=2.0,
     engine_runtime_gib=4.0,  # with the decode graphs, which no release frees
     push_seconds_per_gb=0.19,
-    # Beside CUDA's: three float32 matrices of a chunk's tokens by each other (4.0 in all), and where a layer is not
-    # recomputed, less than them: the convolution before its activation (3.0). Both are within a tenth of fake tensors.
-    linear_widths=3.5,
+    # Beside CUDA's: three float32 matrices of a chunk's tokens by each other; until then, the convolution before its
+    # activation.
+    linear_widths=4.0,
+    linear_widths_kept=3.0,
     steps_in_place=True,
 )

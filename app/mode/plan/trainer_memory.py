@@ -93,8 +93,9 @@ def _forward_backward(config: RunConfig, device: Device, model: Architecture) ->
 
     # of a checkpointed layer, the forward pass keeps only the input
     full = tokens * _full_layer_activations(model, item)
-    linear = tokens * _linear_layer_activations(model, item, device)
-    every_layer = model.full_layers * full + (model.layers - model.full_layers) * linear
+    linear = tokens * _linear_layer_activations(model, item, device, device.linear_widths)
+    kept_linear = tokens * _linear_layer_activations(model, item, device, device.linear_widths_kept)
+    every_layer = model.full_layers * full + (model.layers - model.full_layers) * kept_linear
     # Fused operators keep fewer results of norms, MLPs and rotary embeddings.
     fused = device.elementwise is not None and config.trainer.compile is not Compile.on
     spared = fused * tokens * item * FUSED_WIDTHS * model.hidden
@@ -152,7 +153,7 @@ def _full_layer_activations(model: Architecture, item: int) -> float:
     return item * (14 * model.hidden + model.full_layer_parameters / model.hidden) + FLOAT32 * 2 * model.hidden
 
 
-def _linear_layer_activations(model: Architecture, item: int, device: Device) -> float:
+def _linear_layer_activations(model: Architecture, item: int, device: Device, kernel_widths: float) -> float:
     """Bytes per token that autograd keeps of a layer with linear attention; 0 without such layers.
 
     As in a layer with full attention, and in float32 what the chunked delta rule keeps: queries, keys, values and
@@ -160,7 +161,7 @@ def _linear_layer_activations(model: Architecture, item: int, device: Device) ->
     """
     if model.linear is None:
         return 0.0
-    widths = DELTA_LOOP_WIDTHS if device.linear_attention is None else device.linear_widths
+    widths = DELTA_LOOP_WIDTHS if device.linear_attention is None else kernel_widths
     delta = widths * model.linear.value_channels + 4 * DELTA_CHUNK * model.linear.value_heads
     compute = item * (14 * model.hidden + model.linear_layer_parameters / model.hidden)
     return compute + FLOAT32 * (2 * model.hidden + delta)
