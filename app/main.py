@@ -20,7 +20,7 @@ from hydra.core.utils import JobReturn
 from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from app.config import compose
@@ -60,7 +60,7 @@ def main(composed: DictConfig) -> float:
     try:
         job = settle(composed, made, sweep=sweep)
         folder = job.folder
-        if not sweep and (folder != made or job.mode not in WRITES):
+        if not sweep and folder != made:
             remove_empty(made)
         result = run(job)
     except ERRORS as error:
@@ -118,12 +118,15 @@ class SweepEnd(Callback):
     failed = False  # whether a job of this process failed
 
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
-        """A folder that cannot be resolved is Hydra's to refuse."""
         try:
+            if config.mode not in WRITES and "${" in str(config.hydra.run._get_node("dir")._value()):
+                with read_write(config.hydra):
+                    config.hydra.run.dir = "${hydra:runtime.cwd}"  # so that Hydra makes no folder
+                return
             folder = Path(os.path.abspath(str(config.hydra.run.dir)))
             SweepEnd.kept = next(each for each in (folder, *folder.parents) if each.is_dir())
             require_writable("hydra.run.dir", str(folder))
-        except OmegaConfBaseException:
+        except OmegaConfBaseException:  # a folder that cannot be resolved is Hydra's to refuse
             return
         except ConfigError as error:
             raise SystemExit(report(error)) from None

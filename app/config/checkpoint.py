@@ -18,7 +18,7 @@ class CheckpointConfig:
     export: bool = setting(True, "At the end of the run, also write the model as a Hugging Face directory, export/.")
 
     @property
-    def most_on_disk(self) -> int:
+    def max_on_disk(self) -> int:
         """Checkpoints on disk at once, at most: those kept, and one being written."""
         if not self.keep:
             return int(self.export)  # written for the export and deleted after it

@@ -43,7 +43,7 @@ EVALUABLE = (
 
 @dataclass(frozen=True, slots=True)
 class Resumption:
-    """What is run, and what it continues."""
+    """The settings of a run, and the checkpoint that it continues from."""
 
     settings: DictConfig
     folder: Path  # of the run

@@ -70,7 +70,7 @@ def plan_disk(config: RunConfig, model: Architecture) -> DiskPlan:
     trained = trained_parameters(model, lora)
     exported = model.parameters + (trained if lora.enabled else 0)
     export = EXPORT_BYTES * exported if config.checkpoint.export else 0
-    return DiskPlan(CHECKPOINT_BYTES * trained, config.checkpoint.most_on_disk, export)
+    return DiskPlan(CHECKPOINT_BYTES * trained, config.checkpoint.max_on_disk, export)
 
 
 def free_bytes(folder: Path) -> int:

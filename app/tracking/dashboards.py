@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class DashboardOptions:
-    """What a dashboard needs to open a run: the first argument of a tracker of the user's own."""
+    """Describes the run to a dashboard: the first argument of a user's own tracker."""
 
     config: Mapping[str, Any]  # the resolved configuration, without OmegaConf types
     folder: Path  # the dashboard's folder in the run folder; may not exist yet

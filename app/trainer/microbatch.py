@@ -164,21 +164,22 @@ def plan_microbatches(work: Workload, *, ranks: int, budget: int) -> Passes:
     return min(plan(single), plan(_units(work, budget)), key=cost_of_plan)
 
 
-def ready_passes(work: Workload, *, ranks: int, budget: int) -> Passes:
-    """Plan sequences that more will follow, and return the passes that need not wait for them.
+def ready_passes(work: Workload, *, ranks: int, budget: int) -> tuple[Passes, list[int]]:
+    """Plan sequences that more will follow. Return the passes that are full and balanced, and the other sequences.
 
-    Such a pass is full and balanced. Sequences of the others fill later passes: without waiting, streamed groups would
-    be computed in a third more passes.
+    Those fill later passes: without waiting, streamed groups would be computed in a third more passes.
     """
     if sum(work.lengths) < READY_FILL * ranks * budget:
-        return []
+        return [], list(range(len(work.lengths)))
 
     def ready(by_rank: Sequence[Sequence[int]]) -> bool:
         costs = [work.flops(members) for members in by_rank]
         full = sum(map(work.tokens, by_rank)) >= READY_FILL * ranks * budget
         return full and sum(costs) >= READY_BALANCE * ranks * max(costs)
 
-    return [by_rank for by_rank in plan_microbatches(work, ranks=ranks, budget=budget) if ready(by_rank)]
+    passes = [by_rank for by_rank in plan_microbatches(work, ranks=ranks, budget=budget) if ready(by_rank)]
+    computed = {index for by_rank in passes for members in by_rank for index in members}
+    return passes, [index for index in range(len(work.lengths)) if index not in computed]
 
 
 def _units(work: Workload, budget: int) -> list[list[int]]:

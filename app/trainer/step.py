@@ -160,10 +160,9 @@ class TrainStep:
 
         if algorithm.updates_per_step == 1:
             work = Workload.of(self._pending, self.cost)
-            passes = ready_passes(work, ranks=self.ranks, budget=self.settings.tokens_per_microbatch)
+            passes, waiting = ready_passes(work, ranks=self.ranks, budget=self.settings.tokens_per_microbatch)
             self._accumulate(self._pending, passes)
-            computed = {index for by_rank in passes for members in by_rank for index in members}
-            self._pending[:] = [sample for index, sample in enumerate(self._pending) if index not in computed]
+            self._pending[:] = [self._pending[index] for index in waiting]
 
     def add_demonstrations(self, sequences: Sequence[TokenSequence]) -> None:
         """Add sequences whose marked tokens are imitated (component ce), spread over the updates of the step."""

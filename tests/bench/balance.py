@@ -113,10 +113,9 @@ def streamed(groups: Sequence[Sequence[Lengths]], cost: Cost, ranks: int, budget
     for start in range(0, len(order), AT_A_TIME):
         pending += [each for group in order[start : start + AT_A_TIME] for each in group]
         work = workload(pending, cost)
-        passes = ready_passes(work, ranks=ranks, budget=budget)
+        passes, waiting = ready_passes(work, ranks=ranks, budget=budget)
         load.add(passes, work)
-        computed = {index for by_rank in passes for members in by_rank for index in members}
-        pending = [each for index, each in enumerate(pending) if index not in computed]
+        pending = [pending[index] for index in waiting]
     if pending:
         work = workload(pending, cost)
         load.add(plan_microbatches(work, ranks=ranks, budget=budget), work)

@@ -69,6 +69,11 @@ def test_a_read_only_folder_is_refused(key: str, sweep: list[str], tmp_path: Pat
     assert f"{disk} is read-only" in text
 
 
+def test_a_plan_needs_no_folder_that_can_be_written(mounted: Mount) -> None:
+    code, text = run_app("mode=plan", cwd=mounted("64k", "ro"))
+    assert (code, "Memory of a device" in text) == (0, True)
+
+
 def test_a_full_disk_leaves_whole_files_and_the_status_failed(mounted: Mount) -> None:
     def go_on(recorder: RunFolderRecorder) -> None:
         for step in range(2, 10_000):

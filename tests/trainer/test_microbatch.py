@@ -53,7 +53,9 @@ def test_the_microbatches_of_a_pass_cost_about_the_same() -> None:
 @given(st.lists(st.integers(1, 300), max_size=60), RANKS, st.integers(100, 400))
 def test_ready_passes_are_full_and_balanced_and_part_of_the_plan(lengths: list[int], ranks: int, budget: int) -> None:
     planned = plan_microbatches(work(lengths), ranks=ranks, budget=budget)
-    ready = ready_passes(work(lengths), ranks=ranks, budget=budget)
+    ready, waiting = ready_passes(work(lengths), ranks=ranks, budget=budget)
+    computed = [index for by_rank in ready for members in by_rank for index in members]
+    assert sorted(computed + waiting) == list(range(len(lengths)))
     assert all(by_rank in planned for by_rank in ready)
 
     def cost(members: list[int]) -> float:

@@ -34,7 +34,7 @@ Make = Callable[[], Any]
 
 @dataclass(frozen=True, slots=True)
 class Framing:
-    """What the data puts around a question."""
+    """Text before and after a question, and its system message."""
 
     system: str | None
     prefix: str
