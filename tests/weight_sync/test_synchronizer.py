@@ -1,6 +1,7 @@
 """A sync loads exactly the trainer's weights into a real server, over both transports, idle or busy."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,6 @@ import pytest
 
 from app.config.weight_sync import Verify
 from app.types import SYNC_PHASES, Completion, InFlight
-from app.weight_sync.synchronizer import BucketedWeightSynchronizer
 from tests.rollout.support import largest_difference, noisy_model, transformers_logprobs
 from tests.weight_sync.support import (
     TRANSPORTS,
@@ -51,8 +51,8 @@ async def test_generation_continues_through_a_sync(
 ) -> None:
     """drain: all tokens of the old policy; retract and in_place: both policies, in the order of their syncs."""
 
-    async def around_a_sync(synchronizer: BucketedWeightSynchronizer, old: int, seconds: float) -> set[tuple[int, ...]]:
-        """Return the versions of the members of a group requested `seconds` before the sync of policy `old + 1`."""
+    async def around_a_sync(old: int, seconds: float) -> list[Completion]:
+        """Return the members of a group requested `seconds` before the sync of policy `old + 1`."""
         await synchronizer.sync(old)
         await set_weights(trainer, old)
         generating = asyncio.create_task(engine.generate(endless(600, version=old)))
@@ -64,20 +64,17 @@ async def test_generation_continues_through_a_sync(
             assert completion.spans[-1].end == len(completion.token_ids) == len(completion.logprobs)
         (after, _) = await engine.generate(request())
         assert [span.version for span in after.spans] == [old + 1]
-        return {tuple(span.version for span in completion.spans) for completion in completions}
+        # a member may end before the sync (old policy alone) or begin after it (new policy alone)
+        assert {versions_of(each) for each in completions} <= {(old,), (old + 1,), (old, *newer(old))}
+        return completions
+
+    def newer(old: int) -> tuple[int, ...]:
+        return () if in_flight is InFlight.drain else (old + 1,)
 
     synchronizer = await make_synchronizer(
         "collective", trainer, [engine], tmp_path, verify=Verify.never, in_flight=in_flight
     )
-    # A busy machine starts sampling late, and a fast one ends early.
-    for old, seconds in ((10, 0.05), (20, 0.1), (30, 0.2), (40, 0.4), (50, 0.8), (60, 3.2)):
-        versions = await around_a_sync(synchronizer, old, seconds)
-        through = (old,) if in_flight is InFlight.drain else (old, old + 1)
-        # a member may end before the sync (old policy alone) or begin after it (new policy alone)
-        assert versions <= {(old,), (old + 1,), through}
-        if through in versions:
-            return
-    raise AssertionError("no completion was in flight at any of the syncs")
+    assert await caught(around_a_sync, lambda old: (old, *newer(old)))
 
 
 @pytest.mark.parametrize("in_flight", list(InFlight))
@@ -103,24 +100,21 @@ async def test_a_token_sampled_before_a_sync_in_place_does_not_count_as_sampled_
     """SGLang's overlap scheduler keeps a sampled batch through the sync, and labels it with the new version."""
     given = endless(600, version=50)
 
-    async def through_a_sync(sync: BucketedWeightSynchronizer, version: int, seconds: float) -> list[Completion]:
-        """Return the members, requested `seconds` before a pause, of which both policies sampled tokens."""
+    async def through_a_sync(version: int, seconds: float) -> list[Completion]:
+        """Return the members of a group requested `seconds` before a pause for the sync of policy `version + 1`."""
         await set_weights(trainer, 1)
-        await sync.sync(version)
+        await synchronizer.sync(version)
         group = asyncio.create_task(engine.generate(replace(given, version=version)))
         await asyncio.sleep(seconds)
         await engine.pause(InFlight.in_place)
         await set_weights(trainer, 2)
-        await sync.sync(version + 1)
-        return [each for each in await group if len(each.spans) == 2]
+        await synchronizer.sync(version + 1)
+        return await group
 
     synchronizer = await make_synchronizer(
         "ipc", trainer, [engine], tmp_path, verify=Verify.never, in_flight=InFlight.in_place
     )
-    completions: list[Completion] = []
-    for version, seconds in ((50, 0.05), (52, 0.1), (54, 0.2), (56, 0.4), (58, 0.8), (60, 3.2)):  # as above
-        completions = completions or await through_a_sync(synchronizer, version, seconds)
-    assert completions, "no completion was in flight at any of the syncs"
+    completions = await caught(through_a_sync, lambda old: (old, old + 1))
 
     policy = noisy_model(tiny_model, 1)
     of_the_old_policy = 0
@@ -130,6 +124,28 @@ async def test_a_token_sampled_before_a_sync_in_place_does_not_count_as_sampled_
         assert same[: boundary - 1].all()  # the one before the boundary may be of either policy
         of_the_old_policy += int(same[boundary])
     assert of_the_old_policy < len(completions) / 2  # a few may be equal by chance
+
+
+def versions_of(completion: Completion) -> tuple[int, ...]:
+    return tuple(span.version for span in completion.spans)
+
+
+async def caught(
+    attempt: Callable[[int, float], Awaitable[list[Completion]]], wanted: Callable[[int], tuple[int, ...]]
+) -> list[Completion]:
+    """Return the completions of an attempt that have the wanted versions.
+
+    `attempt` takes the version before the sync and the seconds until it. A busy machine starts sampling late, and a
+    fast one ends early: the seconds follow what the attempt before found.
+    """
+    seconds = 0.1
+    for old in range(10, 50, 2):
+        completions = await attempt(old, seconds)
+        if found := [each for each in completions if versions_of(each) == wanted(old)]:
+            return found
+        ended = any(versions_of(each) == (old,) for each in completions)
+        seconds *= 0.5 if ended else 1.6
+    raise AssertionError("no completion was in flight at any of the syncs")
 
 
 def endless(tokens: int, *, version: int) -> Any:
