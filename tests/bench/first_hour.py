@@ -1,6 +1,7 @@
 """The first hour on new hardware: what works, how fast, and what differs from the expectation.
 
-    python -m tests.bench.first_hour cuda|npu|cpu [--tiny] [--model FOLDER | --random-weights] [--steps N] [--out FILE]
+    python -m tests.bench.first_hour cuda|npu|cpu [SETTING=VALUE ...] [--tiny] [--model FOLDER | --random-weights]
+        [--steps N] [--only CHECK ...] [--out FILE]
 
 `bash launch/first_hour.sh` runs this in the right environment. Every check is a command in a process of its own with a
 deadline; a check that fails does not end the others:
@@ -15,12 +16,14 @@ deadline; a check that fails does not end the others:
 
 The model is Qwen3-4B. `--tiny` takes the tiny one, which also runs on a CPU; `--random-weights` makes a checkpoint of
 Qwen3-4B's shapes, for a machine without the weights. Checks of fully_async need two devices. Writes one JSON file and
-prints one table; the exit code is 1 if a check failed or differs.
+prints one table; the exit code is 1 if a check failed or differs. What a failed check printed and logged stays in
+`failed/` beside that file.
 """
 
 import argparse
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -310,6 +313,14 @@ def run_check(check: Check, folder: Path, *, kind: str, devices: int) -> Outcome
     return outcome
 
 
+def keep_logs(folder: Path, kept: Path) -> None:
+    """Copy what a check printed and what its processes logged."""
+    for path in (*folder.glob("*.txt"), *folder.rglob("*.log")):
+        copy = kept / path.relative_to(folder)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, copy)
+
+
 def run_command(command: Sequence[str], folder: Path) -> tuple[int, str, str]:
     """Run a command in a session of its own; return exit code, stdout and stderr. Ends it at the deadline."""
     with (folder / "output.txt").open("wb") as output, (folder / "errors.txt").open("wb") as errors:
@@ -417,9 +428,9 @@ def hardware(kind: str) -> str:
 
 
 def model_settings(options: argparse.Namespace, folder: Path) -> list[str]:
-    """Return the settings of the model, and of short completions so that the hour suffices."""
+    """Return the settings of the model, of short completions so that the hour suffices, and the user's."""
     if options.tiny:
-        return []
+        return list(options.settings)
     path = options.model
     if options.random_weights:
         from tests.bench.random_model import QWEN3_4B, save_random_qwen3  # imports torch
@@ -430,12 +441,13 @@ def model_settings(options: argparse.Namespace, folder: Path) -> list[str]:
         settings += [f"model.path={path}"]
     if options.random_weights:
         settings += ["data=arithmetic", "reward=exact"]
-    return settings
+    return [*settings, *options.settings]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kind", choices=[each.name for each in DeviceKind])
+    parser.add_argument("settings", nargs="*", metavar="SETTING=VALUE", help="of every check")
     parser.add_argument("--tiny", action="store_true", help="the tiny model")
     parser.add_argument("--model", help="folder of Qwen3-4B; default: from the hub")
     parser.add_argument("--random-weights", action="store_true", help="Qwen3-4B's shapes without its weights")
@@ -459,6 +471,8 @@ def main() -> None:
         for check in found:
             if not options.only or check.name in options.only:
                 outcomes.append(run_check(check, folder, kind=options.kind, devices=devices))
+                if outcomes[-1].status == FAILED:
+                    keep_logs(folder / check.name, options.out.parent / "failed" / check.name)
                 write(options.out, options.kind, devices, outcomes)
     sys.stdout.write(table(outcomes) + "\n")
     sys.exit(0 if all(each.status in (PASSED, SKIPPED) for each in outcomes) else 1)
