@@ -455,6 +455,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", help="names of checks")
     parser.add_argument("--out", type=Path, default=Path("first_hour.json"), help="default: %(default)s")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the check that runs
 
     device = device_of(DeviceKind[options.kind])
     try:
