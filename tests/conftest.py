@@ -6,6 +6,8 @@ import inspect
 import json
 import os
 import secrets
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -14,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import settings
 
+from app.cluster.process_reaper import RAY_PARENT_BYTES, temporary_folder
+from app.utils.child_environment import for_children, home_is_writable, make_home, replace_environment
 from tests.environment.pools import Maker
 from tests.runs import Run, shared_fork_server
 
@@ -24,6 +28,22 @@ if TYPE_CHECKING:  # heavy: imported where used
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # a private cluster of the tests
 settings.register_profile("any machine", deadline=None)  # a busy one is slower than hypothesis allows
 settings.load_profile("any machine")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Give the tests what a run gives its processes: an environment, a home and temporary files that they can use."""
+    if hasattr(config, "workerinput"):
+        return  # inherited
+    replace_environment(for_children(os.environ))
+    if len(tempfile.gettempdir()) > RAY_PARENT_BYTES or not home_is_writable():
+        parent = tempfile.gettempdir()
+        folder = temporary_folder(parent, f"tests-{os.getpid()}")
+        config.add_cleanup(lambda: shutil.rmtree(Path(parent, Path(folder).name), ignore_errors=True))
+        config.add_cleanup(lambda: Path(folder).unlink() if Path(folder).is_symlink() else None)
+        os.environ["TMPDIR"] = tempfile.tempdir = folder
+        if not home_is_writable():
+            make_home(Path(folder, "home"))
+            os.environ["HOME"] = str(Path(folder, "home"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -66,9 +66,9 @@ def process_reaper() -> Iterator[None]:
 
 def _run_variables(mark: str) -> dict[str, str]:
     """Make the folders of a run's temporary files. Returns what its processes inherit: its mark, and these places."""
-    folder = _temporary_folder(tempfile.gettempdir(), f"posttrain-{mark}")
+    folder = temporary_folder(tempfile.gettempdir(), f"posttrain-{mark}")
     ray_parent = os.environ.get(RAY_TEMPORARY)
-    ray_folder = folder if ray_parent is None else _temporary_folder(ray_parent, f"ray-{mark}")
+    ray_folder = folder if ray_parent is None else temporary_folder(ray_parent, f"ray-{mark}")
     variables = {MARK: mark, TEMPORARY: folder, RAY_TEMPORARY: ray_folder}
     home = Path("~").expanduser()
     if not home_is_writable():
@@ -78,7 +78,7 @@ def _run_variables(mark: str) -> dict[str, str]:
     return {**variables, COMPILED: os.environ.get(COMPILED, str(home / COMPILED_DEFAULT))}
 
 
-def _temporary_folder(parent: str, name: str) -> str:
+def temporary_folder(parent: str, name: str) -> str:
     """Make a folder in `parent` and return a path to it that is short enough for sockets: a link, if need be."""
     folder = Path(parent, name)
     folder.mkdir(mode=0o700, exist_ok=True)
