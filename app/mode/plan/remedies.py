@@ -53,7 +53,7 @@ def _changes(config: RunConfig, device: Device, model: Architecture) -> Iterator
     colocated = config.placement.kind is PlacementKind.colocate
 
     changes: list[Change] = []
-    if config.trainer.activation_checkpointing is not Checkpointing.all:
+    if config.trainer.activation_checkpointing not in (Checkpointing.all, Checkpointing.auto):
         changes.append({"trainer.activation_checkpointing": Checkpointing.all})
     if colocated and device.shares_memory and not (config.offload.engine and config.offload.trainer):
         changes.append({"offload.engine": True, "offload.trainer": True})
