@@ -36,7 +36,7 @@ def activate_flash_attention(head_dim: int) -> str | None:
         return None
     try:
         expected = _outputs(head_dim)
-    except TypeError:  # torch 2.10 and 2.11 have the kernels, but not for grouped heads
+    except TypeError:  # an older torch has the switch, but no grouped heads
         return None
 
     for implementation in IMPLEMENTATIONS:

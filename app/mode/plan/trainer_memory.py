@@ -27,7 +27,6 @@ DELTA_CHUNK = 64  # tokens of a chunk of the delta rule
 DELTA_LOOP_WIDTHS = 17.5  # float32 tensors as wide as its values that the delta rule keeps in transformers' torch loop
 FUSED_WIDTHS = 8  # results as wide as the residual stream that fused operators do not keep
 SYNC_BUFFERS = 2
-SOFTMAX_OF_NPU = 16  # float32 statistics of a row that `npu_fusion_attention` returns; other kernels return one
 BACKWARD = "backward of a layer"  # a phase
 
 
@@ -144,8 +143,7 @@ def _kept_results(config: RunConfig, device: Device, model: Architecture) -> tup
     of_full = of_linear = 0.0
     checkpointing = config.trainer.activation_checkpointing
     if checkpointing is not Checkpointing.all:
-        softmax = SOFTMAX_OF_NPU if device.attention_kernel is not None else 1
-        of_full += model.heads * (item * model.head_dim + FLOAT32 * softmax)
+        of_full += model.heads * (item * model.head_dim + FLOAT32 * device.softmax_width)
     if checkpointing is Checkpointing.matmuls:
         of_full += item * _outputs({**model.full_attention, **model.mlp})
         of_linear += item * _outputs({**model.linear_attention, **model.mlp}) if model.linear is not None else 0
