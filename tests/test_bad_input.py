@@ -1,6 +1,5 @@
 """Bad input ends with one sentence that names the key, exit code 2, no traceback, and no output folder."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -125,6 +124,10 @@ REFUSED = [  # the key that is named, and the words of a command line
     ("device.engine_args.rl-on-policy-target", ["mode=doctor", "+device.engine_args.rl-on-policy-target=fsdp"]),
     ("trainer.activation_checkpointing", ["trainer.activation_checkpointing=true"]),
     ("algorithm.kl", ["algorithm.kl=k1"]),
+    ("algorithm.updates_per_step", ["algorithm.prompts_per_step=10", "algorithm.updates_per_step=4"]),
+    ("algorithm.kl_coefficient", ["algorithm.kl_coefficient=0.04"]),
+    ("algorithm.correction_low", ["algorithm.correction=icepop", "algorithm.correction_low=6"]),
+    ("algorithm.correction", ["algorithm.old_policy=rollout", "algorithm.correction=tis"]),
     ("rollout.tensor_parallel", ["rollout.tensor_parallel=2"]),
     ("placement.max_staleness", ["placement.max_staleness=1"]),
     ("placement.stream", ["placement=fully_async", "placement.stream=on", "algorithm.updates_per_step=2"]),
@@ -145,19 +148,13 @@ COMMANDS = [  # kinds of refusals, and what else the sentence names
     ("steps=${oc.env:NOPE}", "NOPE"),
     ("--steps=5", "steps=5"),  # by the words alone
     ("algorithm.group_size=1", "algorithm.group_size=1"),  # by the settings
-    ("algorithm=ppo", "there is no critic"),
-    ("learning_rate=1e-5", "trainer.lr"),
     ("data.path=no_rows_*.jsonl", "data.path=no_rows_*.jsonl"),  # by a check of the inputs
-    ("device=cuda", "device=cuda"),
-    ("mode=plan +rollout.engine_args.speculative-algorithm=NGRAM", "speculative-algorithm=NGRAM"),
     ("mode=export", "hydra.run.dir"),
     ("mode=export resume=/no/such/run", "resume=/no/such/run"),
     ("reward._target_=tests.reward.broken.raises", "KeyError: 'score' at"),  # by processes that try the user's code
     ("environment._target_=no_such.Env", "no_such"),
-    ("environment=verifiers environment.id=some-env", "verifiers"),
     ("environment=openenv environment.url=ws://127.0.0.1:9", "environment.url=ws://127.0.0.1:9"),
     (f"environment=tools environment.tools=[{MY_TOOLS}.untyped]", f"{MY_TOOLS}.untyped"),
-    (f"environment=tools environment.tools=[{MY_TOOLS}.search]", "data.template"),
     (f"environment._target_={OWN}.Unscored reward=environment", "score"),
 ]
 
@@ -185,7 +182,7 @@ def test_a_command_that_is_refused_writes_one_sentence_and_nothing_else(line: st
     assert result.returncode == 2, result.stderr
     assert_one_sentence(result.stderr, named)
     assert content(tmp_path) == {}
-    assert not {"torch", "sglang"} & set(result.heavy) - ({"torch"} if line == "device=cuda" else set())
+    assert not {"torch", "sglang"} & set(result.heavy)
 
 
 @pytest.mark.parametrize("line", ["steps=abc", f"environment._target_={OWN}.Unscored reward=environment"])
@@ -202,11 +199,3 @@ def assert_one_sentence(text: str, named: str) -> None:
     (line,) = [line for line in text.splitlines() if line.strip()]
     assert line.endswith((".", "?"))
     assert named in line
-
-
-def test_a_data_file_without_answers_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"question": "1+1?"}) + "\n")
-    result = run_warm("data=gsm8k", f"data.path={tmp_path / 'rows.jsonl'}", f"hydra.run.dir={tmp_path / 'run'}")
-    assert result.returncode == 2, result.stderr
-    assert_one_sentence(result.stderr, "row 1 of")
-    assert not (tmp_path / "run").exists()

@@ -67,30 +67,19 @@ def host(run: Path) -> str:
     return (run / "driver.lock").read_text().split()[-1]
 
 
-def test_runs_started_in_the_same_second_get_folders_of_their_own(tiny_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("words", [[], ["-m"]], ids=["runs", "sweeps"])
+def test_runs_and_sweeps_started_in_the_same_second_get_folders_of_their_own(
+    words: list[str], tiny_model: Path, tmp_path: Path
+) -> None:
     (tmp_path / "go").touch()
-    drivers = [start_app(f"seed={seed}", "model.path=" + str(tiny_model), cwd=tmp_path, module=HELD) for seed in (0, 1)]
+    rates = ("0.1,0.3", "0.1,0.3") if words else ("0.1", "0.3")
+    drivers = [start_app(*words, f"trainer.lr={rate}", cwd=tmp_path, module=HELD) for rate in rates]
     ended = [(driver.communicate(timeout=240)[0], driver.returncode) for driver in drivers]
     assert [code for _, code in ended] == [0, 0], ended
-    folders = sorted((tmp_path / "outputs" / "tiny-grpo-colocate").iterdir())
+    folders = sorted((tmp_path / "outputs" / ("sweeps" if words else "tiny-grpo-colocate")).iterdir())
     assert [folder.name[:20] for folder in folders] == ["2026-01-02_03-04-05_"] * 2
-    seeds = {(folder / "config" / "overrides.yaml").read_text().splitlines()[0] for folder in folders}
-    assert seeds == {"- seed=0", "- seed=1"}
-
-
-def test_sweeps_started_in_the_same_second_get_folders_of_their_own(tiny_model: Path, tmp_path: Path) -> None:
-    (tmp_path / "go").touch()
-    sweep = ["-m", "trainer.lr=0.1,0.3"]
-    drivers = [start_app(*sweep, cwd=tmp_path, module=HELD) for _ in range(2)]
-    ended = [(driver.communicate(timeout=240)[0], driver.returncode) for driver in drivers]
-    assert [code for _, code in ended] == [0, 0], ended
-    sweeps = sorted((tmp_path / "outputs" / "sweeps").iterdir())
-    assert [folder.name[:20] for folder in sweeps] == ["2026-01-02_03-04-05_"] * 2
-    for folder in sweeps:
-        jobs = ["0-trainer.lr-0.1", "1-trainer.lr-0.3"]
-        assert [path.name for path in sorted(folder.iterdir()) if path.is_dir()] == jobs
-        assert [metrics(folder / job)[0]["lr"] for job in jobs] == [0.1, 0.3]
-        assert (folder / jobs[1] / "config" / "overrides.yaml").read_text() == "- trainer.lr=0.3\n"
+    runs = [path.parent for folder in folders for path in sorted(folder.rglob("metrics.jsonl"))]
+    assert sorted(metrics(run)[0]["lr"] for run in runs) == sorted(map(float, ",".join(rates).split(",")))
 
 
 def test_the_steps_of_epochs_are_saved_for_one_run_and_for_each_job_of_a_sweep(
@@ -313,20 +302,14 @@ def test_a_run_that_finished_without_checkpoints_is_left_alone_by_the_same_line(
     assert f"{tmp_path / 'run'} finished at step 1" in text.splitlines()[-1]
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["hydra.run.dir="],
-        ["mode=plan", "hydra.run.dir="],
-        ["-m", "hydra.sweep.dir=", "seed=0,1"],
-    ],
-    ids=" ".join,
-)
-def test_an_empty_folder_is_refused(arguments: list[str], tmp_path: Path) -> None:
-    code, text = run_app(*arguments, cwd=tmp_path)
-    key = next(word.partition("=")[0] for word in arguments if word.startswith("hydra."))
-    assert (code, text.split()[0]) == (2, key)
-    assert content(tmp_path) == {}
+@pytest.mark.parametrize("sweep", [[], ["-m", "seed=0,1"]], ids=["run", "sweep"])
+@pytest.mark.parametrize("folder", ["", "${oc.env:NOPE}", "file/run"])
+def test_a_folder_that_cannot_be_made_is_refused(folder: str, sweep: list[str], tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    key = "hydra.sweep.dir" if sweep else "hydra.run.dir"
+    code, text = run_app(f"{key}={folder}", *sweep, cwd=tmp_path)
+    assert (code, text.split()[0].partition("=")[0]) == (2, key)
+    assert [*content(tmp_path)] == ["file"]
 
 
 @pytest.mark.parametrize("words", ["mode=plan", "mode=export", "steps=0", "rollout.tensor_parallel=2"])
@@ -346,20 +329,3 @@ def test_an_empty_folder_that_was_there_stays_and_what_was_made_for_the_command_
     for folder in (pre, pre / "new" / "run"):
         run_app(words, f"hydra.run.dir={folder}", cwd=tmp_path / "here")
         assert set(content(tmp_path)) == {"here", "there", "there/pre"}
-
-
-@pytest.mark.parametrize("key", ["hydra.run.dir", "hydra.sweep.dir"])
-def test_a_folder_named_by_an_unset_variable_is_refused(key: str, tmp_path: Path) -> None:
-    sweep = ["-m", "seed=0,1"] if key == "hydra.sweep.dir" else []
-    code, text = run_app(f"{key}=${{oc.env:NOPE}}", *sweep, cwd=tmp_path)
-    assert (code, text.count("\n"), text.split()[0]) == (2, 1, key)
-    assert "NOPE" in text
-    assert content(tmp_path) == {}
-
-
-def test_a_folder_that_cannot_be_written_is_named_as_given(tmp_path: Path) -> None:
-    file = tmp_path / "file"
-    file.touch()
-    for key, arguments in (("hydra.run.dir", []), ("hydra.sweep.dir", ["-m", "seed=0,1"])):
-        code, text = run_app(f"{key}={file / 'run'}", *arguments, cwd=tmp_path)
-        assert (code, text.split()[0]) == (2, f"{key}={file / 'run'}")
