@@ -24,14 +24,7 @@ Messages = Sequence[dict[str, Any]]
 
 
 def with_tags(source: Path, out: Path, lessons: Sequence[Messages], tools: Any) -> Path:
-    """Write the model with fitted rows.
-
-    Args:
-        source: The model's directory.
-        out: A new directory.
-        lessons: Conversations of a user, a call, its result, and an answer.
-        tools: Schemas of the tools, as the template takes them.
-    """
+    """Write the model with fitted rows."""
     tokenizer = transformers().AutoTokenizer.from_pretrained(source)
     model = transformers().AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     tags = tokenizer.convert_tokens_to_ids(TAGS)
@@ -53,10 +46,7 @@ def with_tags(source: Path, out: Path, lessons: Sequence[Messages], tools: Any) 
 def _assistant_positions(
     model: Any, tokenizer: Any, lessons: Sequence[Messages], tools: Any, closing: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield hidden states [T, hidden] and the tokens [T] that follow, where the assistant writes.
-
-    A call ends once as the template has it, with a line break before its closing tag, and once without.
-    """
+    """Yield hidden states [T, hidden] and the tokens [T] that follow, where the assistant writes."""
 
     def ids(messages: Messages, prompt: bool) -> list[int]:
         rendered = tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=prompt, return_dict=True)

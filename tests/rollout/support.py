@@ -140,10 +140,7 @@ def _alive(process: psutil.Process) -> bool:
 
 
 async def in_flight(engine: RemoteEngine, given: GroupRequest, *, running: int = 1) -> asyncio.Task[list[Completion]]:
-    """A group that is being sampled. Returns once the server runs at least `running` requests, of all groups together.
-
-    No time is waited for: how many tokens a server samples in it depends on the machine.
-    """
+    """A group that is being sampled, once the server runs at least `running` requests, of all groups together."""
     task = asyncio.create_task(engine.generate(given))
     url, key = await address_of(engine)
     async with asyncio.timeout(60):

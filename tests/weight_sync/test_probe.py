@@ -1,7 +1,4 @@
-"""An engine that does not sample with the trainer's weights ends the run; rounding and lost engines do not.
-
-The last test is a run of real engines that keep transposed copies of their weights, as those on NPUs do.
-"""
+"""An engine that does not sample with the trainer's weights ends the run; rounding and lost engines do not."""
 
 import asyncio
 import re

@@ -133,11 +133,7 @@ def versions_of(completion: Completion) -> tuple[int, ...]:
 async def caught(
     attempt: Callable[[int, float], Awaitable[list[Completion]]], wanted: Callable[[int], tuple[int, ...]]
 ) -> list[Completion]:
-    """Return the completions of an attempt that have the wanted versions.
-
-    `attempt` takes the version before the sync and the seconds until it. A busy machine starts sampling late, and a
-    fast one ends early: the seconds follow what the attempt before found.
-    """
+    """Return the completions of an attempt that have the wanted versions."""
     seconds = 0.1
     for old in range(10, 50, 2):
         completions = await attempt(old, seconds)
