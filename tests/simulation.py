@@ -437,11 +437,7 @@ class Lines:
     def log_samples(self, step: int, groups: Sequence[Group], decode: object = None) -> None: ...
 
     def log_eval(
-        self,
-        step: int,
-        results: Mapping[str, Mapping[str, float]],
-        groups: Sequence[Group] = (),
-        decode: object = None,
+        self, step: int, results: Mapping[str, Mapping[str, float]], groups: Sequence[Group] = (), decode: object = None
     ) -> None:
         self.evaluations.append((now(), step))
 

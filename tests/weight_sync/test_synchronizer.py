@@ -12,14 +12,7 @@ import pytest
 from app.config.weight_sync import Verify
 from app.types import SYNC_PHASES, Completion, InFlight
 from tests.rollout.support import largest_difference, noisy_model, transformers_logprobs
-from tests.weight_sync.support import (
-    TRANSPORTS,
-    checksum,
-    make_synchronizer,
-    request,
-    restore,
-    set_weights,
-)
+from tests.weight_sync.support import TRANSPORTS, checksum, make_synchronizer, request, restore, set_weights
 
 LARGEST_MIB = 0.05  # smaller than some tensors of the tiny model, larger than others
 
