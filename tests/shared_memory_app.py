@@ -1,4 +1,4 @@
-"""`python -m tests.shared_memory_app`: the application on a CPU that it takes for a device whose memory is full."""
+"""The application on a CPU that it takes for a full device: the trainer's memory is freed, engines answer as before."""
 
 from dataclasses import replace
 

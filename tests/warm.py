@@ -37,7 +37,7 @@ def run_warm(
     one_stream: bool = False,
     seconds: float = 280,
 ) -> Ended:
-    """Run a command to its end; with `one_stream`, its stderr goes to its stdout."""
+    """Run a command to its end, or kill it (`TimeoutError`); with `one_stream`, its stderr goes to its stdout."""
     request = {"arguments": arguments, "folder": str(cwd), "environment": dict(environment), "module": module}
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder) / name for name in ("stdout", "stderr", "heavy")]

@@ -158,11 +158,7 @@ def test_a_tool_may_return_nothing(jsonl: Jsonl) -> None:
 
 FORMS = {
     "json text": (json.dumps([SYSTEM, user("1+1=")]), "prompt", (SYSTEM, user("1+1="))),
-    "sharegpt": (
-        [{"from": "system", "value": "You add."}, {"from": "human", "value": "1+1="}],
-        "prompt",
-        (SYSTEM, user("1+1=")),
-    ),
+    "sharegpt": ([{"from": "human", "value": "1+1="}], "prompt", (user("1+1="),)),
     "the only message": ([user("1+1=")], "prompt.0.content", ()),
 }
 

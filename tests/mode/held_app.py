@@ -1,4 +1,4 @@
-"""`python -m tests.mode.held_app`: the application with a `mode=train` that records one step and trains nothing."""
+"""The application whose training records one step and lasts until the file `go` exists; Hydra's clock stands still."""
 
 from datetime import datetime
 from pathlib import Path

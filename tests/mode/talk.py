@@ -14,7 +14,7 @@ POLL_S = 0.02
 
 
 class Talk:
-    """Two to four turns; the score is the share of right replies to the question of the task."""
+    """Two to four turns; scores right replies. While `hold` exists in `folder`, first steps stay until `go` does."""
 
     def __init__(self, folder: str, fails_every: int = 0, stays_every: int = 0) -> None:
         self.folder = Path(folder)

@@ -1,4 +1,4 @@
-"""A report in a real, headless Chromium: what its scripts made of the page, and pictures of it."""
+"""A report in a real, headless Chromium; `python -m tests.tracking.browser <run>/report.html docs` makes its pictures."""
 
 import json
 import shutil
