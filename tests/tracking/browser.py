@@ -1,4 +1,4 @@
-"""A report in a real, headless Chromium; `python -m tests.tracking.browser <run>/report.html docs` makes its pictures."""
+"""A report in a headless Chromium; `python -m tests.tracking.browser <run>/report.html docs` makes its pictures."""
 
 import json
 import shutil
