@@ -10,13 +10,7 @@ from app.errors import ConfigError, yaml_text
 
 @contextmanager
 def refused(key: str, value: object = None, *named: str) -> Iterator[None]:
-    """Expect a `ConfigError` of a setting.
-
-    Args:
-        key: The setting.
-        value: Its value; None does not compare it.
-        named: What else the sentence names: a row, a file, another setting, a limit.
-    """
+    """Expect a `ConfigError` of this setting, with this value unless None, whose sentence also names `named`."""
     with pytest.raises(ConfigError) as caught:
         yield
     require(caught.value, key, value, *named)

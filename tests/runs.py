@@ -25,10 +25,7 @@ KEEP_NOTHING = ("checkpoint.keep=0", "checkpoint.export=false")
 
 @cache
 def shared_fork_server() -> partial[ForkedProcess]:
-    """The fork server of all engines of a session, also of those of its runs. Returns `fork` of its socket.
-
-    It starts on first use and ends with this process.
-    """
+    """The fork server of all engines of a session, also of those of its runs. Returns `fork` of its socket."""
     stack = ExitStack()
     fork = stack.enter_context(fork_server(DEVICE.engine_env, Path(os.devnull)))
     atexit.register(stack.close)
@@ -39,9 +36,7 @@ def shared_fork_server() -> partial[ForkedProcess]:
 class Run:
     """`python -m app` in a process group of its own. All its descendants carry a mark in their environment.
 
-    It keeps no model unless an override is about checkpoints. `prefix` comes before the command line, such as a command
-    that enters a namespace. Its engines are forked by the session's fork server, unless `imports_sglang`; they are
-    known by the log that they write to.
+    `prefix` comes before the command line; its engines are forked by the session's server, unless `imports_sglang`.
     """
 
     def __init__(
@@ -106,11 +101,7 @@ class Run:
         return json.loads((self.folder / "summary.json").read_text())
 
     def processes(self) -> dict[int, str]:
-        """pid → command line of everything alive that the run started, the driver included.
-
-        What sets a title of its own may overwrite its environment, and with it the mark: the children of what was seen
-        belong to the run, too.
-        """
+        """pid → command line of everything alive that the run started, the driver included."""
         psutil.process_iter.cache_clear()  # it would take a reused number for the process that had it before
         alive: dict[int, str] = {}
         ours = {process.pid for process in self._seen if process.is_running()}

@@ -1,8 +1,4 @@
-"""`python -m tests.shared_memory_app`: the application on a CPU that it takes for a device whose memory is full.
-
-Trainer and engine then leave it to each other as on an accelerator: the trainer's memory is really freed and comes
-back, the engine's server answers the same calls and has nothing to free.
-"""
+"""The application on a CPU that it takes for a full device: the trainer's memory is freed, engines answer as before."""
 
 from dataclasses import replace
 

@@ -66,13 +66,7 @@ class SimEnvironments:
 
 
 class SimSession:
-    """The `Job` of a script.
-
-    Attributes:
-        ended: end, failed or aborted; None while it runs.
-        closed: Calls of `close`.
-        asked: Each `SampleRequest`, with the tokens that its answer had.
-    """
+    """The `Job` of a script."""
 
     def __init__(self, number: int, task: Task, prompt_ids: Sequence[int], script: Script) -> None:
         self.number = number
@@ -126,13 +120,7 @@ class AtOnce(Calls):
 
 
 class InProcessEnvironments:
-    """`EnvironmentPool` without the process: the worker's own episodes run on the loop of the driver.
-
-    Args:
-        make: Makes the environment of an episode.
-        renderer: Of the model.
-        limits: Of each episode.
-    """
+    """`EnvironmentPool` without the process: the worker's own episodes run on the loop of the driver."""
 
     def __init__(self, make: Callable[[], Any], renderer: Any, limits: Limits) -> None:
         self.make = make

@@ -1,8 +1,4 @@
-"""Engines, a trainer and a push whose times are given, in virtual time, around the real placement code.
-
-The event loop's clock jumps to the next timer whenever nothing is ready: an hour of a run takes milliseconds and every
-run is the same. The trainer keeps a ledger of what it was fed and what it trained on.
-"""
+"""Engines, a trainer and a push whose times are given, in virtual time, around the real placement code."""
 
 import asyncio
 import functools
@@ -122,10 +118,7 @@ def now() -> float:
 
 @dataclass
 class SimEngine:
-    """Takes `seconds(prompt id)` for a group; which members are right says `right(prompt id, member)`.
-
-    A group of infinite seconds is lost: it samples nothing and never ends.
-    """
+    """Takes `seconds(prompt id)` for a group; which members are right says `right(prompt id, member)`."""
 
     seconds: Callable[[str], float]
     right: Callable[[str, int], bool]
@@ -444,11 +437,7 @@ class Lines:
     def log_samples(self, step: int, groups: Sequence[Group], decode: object = None) -> None: ...
 
     def log_eval(
-        self,
-        step: int,
-        results: Mapping[str, Mapping[str, float]],
-        groups: Sequence[Group] = (),
-        decode: object = None,
+        self, step: int, results: Mapping[str, Mapping[str, float]], groups: Sequence[Group] = (), decode: object = None
     ) -> None:
         self.evaluations.append((now(), step))
 
@@ -566,14 +555,7 @@ def play(
     at_start: Callable[[PlacementController], None] = lambda controller: None,
     limit: float = YEAR_S,
 ) -> float:
-    """Run a world to its end and return its virtual seconds.
-
-    Args:
-        world: The world.
-        deaths: Times at which one more of its engines dies, each with the engine's number.
-        at_start: Changes what the world's context has made.
-        limit: Seconds after which `TimeoutError` is raised.
-    """
+    """Run a world to its end and return its virtual seconds."""
 
     async def kill() -> None:
         for time, number in sorted(deaths):

@@ -4,8 +4,6 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[1]
 METHODS = ("read_text", "write_text")
 
@@ -27,25 +25,6 @@ def without_encoding(tree: ast.AST) -> Iterator[int]:
         text = isinstance(given.get("text"), ast.Constant) and bool(ast.literal_eval(given["text"]))
         if "encoding" not in given and (name in METHODS or (opens and not binary) or text):
             yield node.lineno
-
-
-@pytest.mark.parametrize(
-    ("code", "found"),
-    [
-        ("path.read_text()", True),
-        ("path.read_text(encoding='utf-8')", False),
-        ("path.write_text(text, errors='replace')", True),
-        ("open(path)", True),
-        ("open(path, 'rb')", False),
-        ("path.open('a')", True),
-        ("path.open('a', encoding='utf-8')", False),
-        ("os.open(path, flags)", False),
-        ("subprocess.run(command, text=True)", True),
-        ("subprocess.run(command, encoding='utf-8')", False),
-    ],
-)
-def test_a_call_in_the_encoding_of_the_locale_is_found(code: str, found: bool) -> None:
-    assert list(without_encoding(ast.parse(code))) == [1] * found
 
 
 def test_the_application_reads_and_writes_text_as_utf8() -> None:

@@ -15,17 +15,11 @@ from tests.refusals import refused
     ("value", "shown"),
     [
         (None, "null"),
-        (True, "true"),
-        (False, "false"),
-        (1, "1"),
-        (0.5, "0.5"),
         ("True", "True"),
         (Stream.off, "off"),
         (Path("/runs/mine"), "/runs/mine"),
         ([True, None, "a"], "[true, null, a]"),
         ({"strict": False, "sizes": [1, {"deep": True}]}, "{strict: false, sizes: [1, {deep: true}]}"),
-        ([], "[]"),
-        ({}, "{}"),
     ],
 )
 def test_a_refused_value_is_shown_as_it_is_written_in_yaml(value: object, shown: str) -> None:
@@ -43,7 +37,6 @@ def test_a_refused_value_is_shown_as_it_is_written_in_yaml(value: object, shown:
             "rollout.port=1 is not accepted: give a free one; 1 is in use.",
         ),
         (ConfigError("--steps", "", reason="write steps=<value>"), "--steps is not accepted: write steps=<value>."),
-        (ConfigError("stepz", "", reason="did you mean steps?"), "stepz is not accepted: did you mean steps?"),
         (
             ConfigError("data", "", "rows", "it ended with a period."),
             "data is not accepted: give rows; it ended with a period.",

@@ -57,10 +57,7 @@ ROOMS = {
         ("app.tracking.clearml", "app.tracking.prometheus", "app.tracking.tensorboard", "app.tracking.wandb"),
         ("app.tracking.dashboards",),
     ),
-    "supervised runs": Room(
-        ("app.mode.sft", "app.data.demonstrations"),
-        ("app.start.inputs",),
-    ),
+    "supervised runs": Room(("app.mode.sft", "app.data.demonstrations"), ("app.start.inputs",)),
     "trial of own objectives": Room(("app.algorithm.custom_functions",), ("app.start.input_checks",)),
     "trial of own rewards": Room(("app.reward.tryout",), ("app.start.input_checks",)),
     "teacher": Room(("app.teacher",), ("app.start.session", "app.start.input_checks")),
@@ -70,11 +67,7 @@ ROOMS = {
             "app.rollout.engine.sglang_plugin.lora_layers",
             "app.weight_sync.adapters",
         ),
-        (
-            "app.rollout.engine.host",
-            "app.rollout.engine.sglang_plugin.entry_points",
-            "app.weight_sync.synchronizer",
-        ),
+        ("app.rollout.engine.host", "app.rollout.engine.sglang_plugin.entry_points", "app.weight_sync.synchronizer"),
     ),
     "rewards that run code": Room(("app.reward.code",), ("app.start.input_checks",)),
     "engines on a CPU": Room(("app.cpu_engine",), ("app.device.cpu",)),
@@ -241,32 +234,3 @@ def test_every_section_of_the_configuration_is_a_package_and_a_settings_file() -
     for section in SECTIONS:
         assert (APP / section / "__init__.py").is_file(), section
         assert (APP / "config" / f"{section}.py").is_file(), section
-
-
-def test_the_rules_find_what_breaks_them() -> None:
-    source = (
-        "from app.trainer import rank\nfrom app.types import Group\n\ndef late() -> None:\n    import app.mode.train"
-    )
-    assert imports(ast.parse(source)) == {"app.trainer.rank", "app.types", "app.mode.train"}
-    assert violations({"app.rollout.engine.pool": {"app.trainer.rank"}}) == [
-        "app.rollout.engine.pool imports app.trainer.rank"
-    ]
-    assert violations({"app.model.load": {"app.placement.buffer"}}) == ["app.model.load imports app.placement.buffer"]
-    assert violations({"app.placement.colocate": {"app.placement.context", "app.types"}}) == []
-    assert cycle({"app.a": {"app.b"}, "app.b": {"app.c"}, "app.c": {"app.a"}}) == ["app.a", "app.b", "app.c", "app.a"]
-    assert cycle({"app.a": {"app.b", "app.c"}, "app.b": {"app.c"}}) == []
-
-
-def test_the_rule_of_optional_rooms_finds_what_breaks_it() -> None:
-    at_start = "from app.tracking.report import page"
-    lazy = "def write() -> None:\n    from app.tracking.report import page"
-    typed = "if TYPE_CHECKING:\n    from app.tracking.report import page"
-    assert list(trespasses({"app.tracking.recorder": ast.parse(at_start)})) == [
-        "app.tracking.recorder imports app.tracking.report.page at its start"
-    ]
-    assert list(trespasses({"app.placement.buffer": ast.parse(lazy)})) == [
-        "app.placement.buffer imports app.tracking.report.page, but is no door of the room report"
-    ]
-    assert list(trespasses({"app.tracking.recorder": ast.parse(lazy)})) == []
-    assert list(trespasses({"app.placement.buffer": ast.parse(typed)})) == []
-    assert list(trespasses({"app.mode.doctor.machine": ast.parse(at_start)})) == []

@@ -62,12 +62,6 @@ def test_the_public_names_import_no_heavy_library() -> None:
     assert done.stdout == "[]\n", done.stderr
 
 
-def test_the_plan_does_not_import_it(cwd: Path) -> None:
-    result = posttrain("mode=plan", cwd=cwd)
-    assert result.returncode == 0, result.stderr
-    assert "every trajectory is on-policy" in result.stdout
-
-
 def test_the_process_reaper_and_the_reward_workers_do_not_import_it(cwd: Path) -> None:
     result = posttrain(cwd=cwd, code=HELPERS)
     assert (result.stdout, result.stderr) == ("True\n", "")

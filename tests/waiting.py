@@ -3,6 +3,8 @@
 import time
 from collections.abc import Callable
 
+import psutil
+
 
 def until(condition: Callable[[], bool], seconds: float) -> float:
     """Wait until the condition holds; returns the seconds it took, fails after `seconds`."""
@@ -11,3 +13,12 @@ def until(condition: Callable[[], bool], seconds: float) -> float:
         assert time.monotonic() - started < seconds, f"not within {seconds} s"
         time.sleep(0.05)
     return time.monotonic() - started
+
+
+def alive(process: psutil.Process | int) -> bool:
+    """Whether a process, or the one of this pid, runs; a zombie does not."""
+    try:
+        found = psutil.Process(process) if isinstance(process, int) else process
+        return bool(found.is_running() and found.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False

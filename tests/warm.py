@@ -1,9 +1,4 @@
-"""Runs `python -m app` in a fork of a process that has imported it, for a third of the CPU time of a new process.
-
-Each command has a process, arguments, folder, environment, streams and exit of its own. Imported are the command and
-what its checks of a run's inputs need, neither torch nor SGLang. What belongs to a process, such as its command line or
-the id in the name of a new folder, is shared.
-"""
+"""Runs `python -m app` in a fork of a process that has imported it, for a third of the CPU time of a new process."""
 
 import atexit
 import gc
@@ -42,11 +37,7 @@ def run_warm(
     one_stream: bool = False,
     seconds: float = 280,
 ) -> Ended:
-    """Run a command to its end; with `one_stream`, its stderr goes to its stdout.
-
-    Raises:
-        TimeoutError: It did not end; it was killed.
-    """
+    """Run a command to its end, or kill it (`TimeoutError`); with `one_stream`, its stderr goes to its stdout."""
     request = {"arguments": arguments, "folder": str(cwd), "environment": dict(environment), "module": module}
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder) / name for name in ("stdout", "stderr", "heavy")]

@@ -23,18 +23,30 @@ def test_a_decay_lasts_for_all_updates_of_all_steps() -> None:
     assert composed("algorithm=dapo", "steps=5").optimizer_updates == 5 * 16
 
 
-def test_an_environment_brings_its_own_data_and_reward_whatever_the_model_brings() -> None:
-    environment = ["environment=verifiers", "environment.id=some-env"]
-    for model in (["model=qwen3_4b"], ["model=hf", "model.path=Qwen/Qwen3-4B"], []):
-        for overrides in ([*model, *environment], [*environment, *model]):
-            config = composed(*overrides)
-            assert (config.data.name, dict(config.reward.components)) == ("environment", {"environment": 1.0})
-    config = composed("model=qwen3_4b", "environment=openenv", "environment.url=ws://localhost:8000")
-    assert (config.data.name, dict(config.reward.components)) == ("dapo_math", {"environment": 1.0})
-    config = composed("model=qwen3_4b", "environment=openenv", "environment.url=ws://localhost:8000", "reward=exact")
-    assert dict(config.reward.components) == {"exact": 1.0}
-    config = composed("model=qwen3_4b", "environment=tools", "environment.tools=[my.tool]")
-    assert dict(config.reward.components) == {"math": 1.0}
+OPENENV = ["model=qwen3_4b", "environment=openenv", "environment.url=ws://here"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "data", "reward"),
+    [
+        ([], "arithmetic", "exact"),
+        (["data=gsm8k"], "gsm8k", "math"),
+        (["model=qwen3_4b"], "dapo_math", "math"),
+        (["model=qwen3_4b", "data=mbpp"], "mbpp", "code"),
+        (["model=qwen3_4b", "data=mbpp", "reward=exact"], "mbpp", "exact"),
+        (["environment=verifiers", "environment.id=x"], "environment", "environment"),
+        (["environment=verifiers", "environment.id=x", "model=qwen3_4b"], "environment", "environment"),
+        (["model=hf", "model.path=a/b", "environment=verifiers", "environment.id=x"], "environment", "environment"),
+        (OPENENV, "dapo_math", "environment"),
+        ([*OPENENV, "reward=exact"], "dapo_math", "exact"),
+        (["model=qwen3_4b", "environment=tools", "environment.tools=[my.tool]"], "dapo_math", "math"),
+    ],
+)
+def test_data_and_environment_select_the_reward_unless_it_is_given(
+    overrides: list[str], data: str, reward: str
+) -> None:
+    config = composed(*overrides)
+    assert (config.data.name, [*config.reward.components]) == (data, [reward])
 
 
 def test_the_correction_follows_from_staleness_unless_it_is_set() -> None:

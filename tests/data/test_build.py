@@ -85,17 +85,6 @@ def test_longer_prompts_are_dropped_and_counted(jsonl: Callable[..., str], token
     assert all(len(prompt.token_ids) <= 4 for prompt in data.train.take(len(data.train)))
 
 
-def test_a_limit_below_all_prompts_is_rejected_with_the_smallest_sufficient_one(tokenizer: Any) -> None:
-    with refused("rollout.max_prompt_tokens", 3, "at least "):
-        build(DataConfig(arithmetic=SMALL), tokenizer, seed=0, max_prompt_tokens=3)
-
-
-def test_a_chat_template_that_rejects_the_messages_is_a_configuration_error(tokenizer: Any) -> None:
-    tokenizer.chat_template = "{{ raise_exception('no system role') }}"
-    with refused("data.template", "chat", "no system role"):
-        build(DataConfig(arithmetic=SMALL, template=Template.chat), tokenizer, seed=0, max_prompt_tokens=64)
-
-
 def test_a_prompt_without_tokens_is_rejected(jsonl: Callable[..., str], tokenizer: Any) -> None:
     from tokenizers import normalizers
 

@@ -105,14 +105,6 @@ def test_the_state_is_small_and_does_not_grow_with_the_data() -> None:
     assert len(json.dumps(stream.state())) < 200
 
 
-def test_a_prompt_can_be_looked_up_by_id() -> None:
-    stream = cursor(5)
-    taken = stream.take(7)[6]
-    looked_up = stream.prompt(taken.id)
-    assert (looked_up.id, looked_up.answer) == (taken.id, taken.answer)
-    assert looked_up.token_ids.tolist() == taken.token_ids.tolist()
-
-
 def test_ids_that_are_not_in_flight_are_rejected() -> None:
     stream = cursor(5)
     dispatched = ids(stream, 2)

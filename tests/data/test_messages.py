@@ -17,7 +17,6 @@ from app.config.data import DataConfig, EvalSetConfig, Template
 from app.data import rows
 from app.data.build import PromptData, build, rendering_warnings
 from app.data.cursor import PromptCursor
-from app.errors import ConfigError
 from app.model.hf_directory import load_tokenizer
 from app.types import Prompt
 from tests.byte_level import write_tokenizer
@@ -159,11 +158,7 @@ def test_a_tool_may_return_nothing(jsonl: Jsonl) -> None:
 
 FORMS = {
     "json text": (json.dumps([SYSTEM, user("1+1=")]), "prompt", (SYSTEM, user("1+1="))),
-    "sharegpt": (
-        [{"from": "system", "value": "You add."}, {"from": "human", "value": "1+1="}],
-        "prompt",
-        (SYSTEM, user("1+1=")),
-    ),
+    "sharegpt": ([{"from": "human", "value": "1+1="}], "prompt", (user("1+1="),)),
     "the only message": ([user("1+1=")], "prompt.0.content", ()),
 }
 
@@ -191,12 +186,6 @@ def test_one_of_several_messages_is_not_a_question(jsonl: Jsonl, field: str) -> 
     path = jsonl({"prompt": [SYSTEM, user("1+1=")], "answer": "2"})
     with refused("data.question", field, "give prompt,", "row 1 of"):
         rows.load(config_of(path, question=field))
-
-
-def test_messages_need_the_chat_template(jsonl: Jsonl, model: Any) -> None:
-    path = jsonl(*[{"prompt": [user("1+1=")], "answer": "2"}] * 2)
-    with refused("data.template", "plain", "chat", "row 1 of"):
-        prompts(config_of(path, template=Template.plain), model)
 
 
 def test_messages_are_checked_and_a_reward_is_tried_on_them_before_a_run(jsonl: Jsonl) -> None:
@@ -404,15 +393,6 @@ def test_variables_of_the_template_are_those_of_the_row_else_those_of_the_run(js
 def test_what_are_no_variables_of_a_template_is_refused(own: Any, jsonl: Jsonl) -> None:
     with refused("data.chat_template_kwargs", None, "row 1 of"):
         rows.load(config_of(jsonl({"prompt": [user("q")], "answer": "x", "chat_template_kwargs": own})))
-
-
-@pytest.mark.parametrize(
-    "given", ["+data.chat_template_kwargs.enable_thinking=true", "+data.chat_template_kwargs.messages=1"]
-)
-def test_variables_that_the_run_gives_are_refused(given: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        composed("data.template=chat", given)
-    assert caught.value.key == "data.chat_template_kwargs"
 
 
 # --- a resume compares what rows say

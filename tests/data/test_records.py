@@ -109,8 +109,10 @@ GOOD = b'{"question": "q", "answer": "a"}'
         ("rows.jsonl", b"", "empty"),
         ("rows.csv", b'question,answer\n"open,1\n', "unexpected end of data"),
         ("rows.parquet", b"PAR1 but no more", "Parquet"),
+        ("rows.tsv", GOOD, ".jsonl, .ndjson, .json, .csv, "),
+        ("rows.parquet.gz", GOOD, ".jsonl, .ndjson, .json, .csv, "),
     ],
-    ids=range(12),
+    ids=range(14),
 )
 def test_a_damaged_or_empty_file_is_refused(name: str, content: bytes, named: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(content)

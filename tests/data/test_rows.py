@@ -9,8 +9,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from app.config import RunConfig
-from app.config.data import DataConfig, EvalSetConfig, GeneratedConfig, TrainSetConfig
+from app.config.data import DataConfig, EvalSetConfig, TrainSetConfig
 from app.data import rows
 from tests.compose import composed
 from tests.refusals import refused
@@ -38,25 +37,6 @@ def test_a_jsonl_file_keeps_its_row_numbers_and_skips_blank_lines(jsonl: Callabl
     ]
 
 
-def test_a_parquet_file_with_nested_fields_gives_the_same_rows_as_jsonl(
-    tmp_path: Path, jsonl: Callable[..., str]
-) -> None:
-    records = [
-        {"prompt": [{"role": "user", "content": f"q{n}"}], "reward_model": {"ground_truth": str(n)}, "other": n}
-        for n in range(20)
-    ]
-    parquet = tmp_path / "rows.parquet"
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), parquet)
-    loaded = [
-        rows.load(
-            DataConfig(path=path, question="prompt.0.content", answer="reward_model.ground_truth", eval_fraction=0.1)
-        )
-        for path in (str(parquet), jsonl(*records))
-    ]
-    assert loaded[0] == loaded[1]
-    assert len(loaded[0].train) == 18
-
-
 def test_the_answer_follows_the_last_marker(jsonl: Callable[..., str]) -> None:
     path = jsonl(*[{"question": "q", "answer": "#### 7 is wrong\nso\n#### 1,234 "}] * 2)
     loaded = rows.load(DataConfig(path=path, answer_after="####"))
@@ -80,18 +60,6 @@ def test_held_out_rows_are_a_fraction_identical_for_every_run_and_disjoint_from_
     for fraction in (0.001, 0.999):  # at least one of each
         loaded = load(path=jsonl(*additions(2)), eval_fraction=fraction)
         assert (len(loaded.train), len(loaded.evals["eval"])) == (1, 1)
-
-
-def test_an_evaluation_set_has_a_path_and_a_length_of_its_own(jsonl: Callable[..., str]) -> None:
-    train = jsonl(*additions(4))
-    other = jsonl(*[{"question": f"p{n}", "answer": n} for n in range(9)], name="other.jsonl")
-    loaded = rows.load(DataConfig(path=train, eval_sets={"other": EvalSetConfig(path=other, rows=3)}))
-    assert len(loaded.train) == 4
-    assert [(row.question, row.answer, row.source) for row in loaded.evals["other"]] == [
-        ("p0", "0", "other"),
-        ("p1", "1", "other"),
-        ("p2", "2", "other"),
-    ]
 
 
 def test_sets_have_columns_of_their_own(jsonl: Callable[..., str]) -> None:
@@ -137,14 +105,6 @@ def test_an_evaluation_path_replaces_held_out_rows_and_the_sets_of_a_preset(json
         rows.load(config)
 
 
-def test_an_evaluation_set_inside_the_training_set_causes_a_warning(jsonl: Callable[..., str]) -> None:
-    path = jsonl(*additions(6))
-    loaded = rows.load(DataConfig(path=path, eval_sets={"same": EvalSetConfig(path=path)}))
-    (warning,) = loaded.warnings
-    assert re.search("6 of the 6 questions .* set same", warning)
-    assert "data.distinct" not in warning
-
-
 def test_a_warning_of_held_out_rows_that_repeat_training_rows_names_distinct(jsonl: Callable[..., str]) -> None:
     path = jsonl(*additions(1) * 20)
     (warning,) = rows.load(DataConfig(path=path)).warnings
@@ -183,20 +143,6 @@ def test_generated_problems_are_right_different_and_the_same_for_every_run(name:
 # Rejected data
 
 GOOD = {"question": "q", "answer": "a"}
-
-
-@pytest.mark.parametrize("path", ["missing.jsonl", "./rows", "Rows.JSONL"])
-def test_a_missing_file_is_rejected(path: str) -> None:
-    with refused("data.path", path, f"no such file in {Path.cwd()}"):
-        load(path=path)
-
-
-@pytest.mark.parametrize("name", ["rows.tsv", "rows.parquet.gz"])
-def test_a_file_of_an_unsupported_kind_is_rejected(tmp_path: Path, name: str) -> None:
-    path = tmp_path / name
-    path.write_text("question,answer\n")
-    with refused("data.path", path, ".jsonl, .ndjson, .json, .csv, "):
-        load(path=str(path))
 
 
 def test_a_parquet_file_without_rows_or_with_broken_text_is_rejected(tmp_path: Path) -> None:
@@ -265,27 +211,6 @@ def test_an_error_in_an_evaluation_set_names_its_key_or_its_row(jsonl: Callable[
         load(path=train, eval_sets={"aime": EvalSetConfig(path=other, question="text")})
     with refused("data.train_sets.b.answer", "solution", f"row 2 of {train}"):
         load(train_sets={"b": TrainSetConfig(path=train, answer="solution")}, max_broken_rows=1)
-
-
-@pytest.mark.parametrize(
-    ("config", "key", "value"),
-    [
-        (DataConfig(arithmetic=GeneratedConfig(problems=2500)), "data.arithmetic.problems", 2500),
-        (DataConfig(name="products", products=GeneratedConfig(8000)), "data.products.problems", 8000),
-        (DataConfig(name="mine"), "data.path", None),
-        (DataConfig(eval_fraction=1.0), "data.eval_fraction", 1.0),
-        (DataConfig(question=""), "data.question", "''"),
-        (DataConfig(answer_after=""), "data.answer_after", "''"),
-        (DataConfig(system="Be brief."), "data.system", "Be brief."),
-        (DataConfig(eval_sets={"a": EvalSetConfig(rows=0)}), "data.eval_sets.a.rows", 0),
-    ],
-    ids=str,
-)
-def test_invalid_settings_are_rejected_before_anything_is_read(
-    config: DataConfig, key: str, value: float | str
-) -> None:
-    with refused(key, value):
-        RunConfig(data=config).validate()
 
 
 def test_the_tasks_of_an_environment_are_rows_and_may_be_blank() -> None:

@@ -91,7 +91,6 @@ def test_every_failure_is_refused_with_its_place(
         ("number", "a int"),
         ("takes", "'limit'"),
         ("endless", "100 rows"),
-        ("absent", f"module {name} has no absent"),
     ):
         with refused("data._target_", f"{name}.{target}", *named):
             rows.load(DataConfig(_target_=f"{name}.{target}"))

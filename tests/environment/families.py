@@ -36,17 +36,7 @@ DEEPSEEK = ("<｜end▁of▁sentence｜>", "<｜begin▁of▁sentence｜>", "<�
 
 @dataclass(frozen=True)
 class Family:
-    """A chat format.
-
-    Attributes:
-        template: Text of the chat template.
-        special: Its special tokens.
-        plain: Its tokens that decoding keeps.
-        stops: Tokens that end a reply.
-        bos: Token at the beginning of a text.
-        call: A call of `add` with a=1, as the model writes it; empty: there are no tools.
-        syntax: Name of the parser of that call.
-    """
+    """A chat format."""
 
     template: str
     special: tuple[str, ...]

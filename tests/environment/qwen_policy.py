@@ -1,7 +1,4 @@
-"""A small Qwen3 with a chat template, as a model directory, that was taught to say a few things in a chat.
-
-What it was taught it says often, not always: samples differ.
-"""
+"""A small Qwen3 with a chat template, as a model directory, that was taught to say a few things in a chat."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,12 +20,7 @@ Lesson = tuple[list[int], list[bool]]
 
 
 def write_policy(folder: Path, lessons: Callable[[Renderer], Sequence[Lesson]]) -> Path:
-    """Write a model directory of a Qwen3 with two layers in float32.
-
-    Args:
-        folder: Where.
-        lessons: What it learns to say, rendered in its format, without the thinking mode.
-    """
+    """Write a model directory of a Qwen3 with two layers in float32."""
     write_model(folder, "qwen3")
     renderer = renderer_for("chat", str(folder))
 

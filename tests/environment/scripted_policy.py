@@ -25,11 +25,7 @@ class ScriptedPolicy:
     url: str = ""
 
     async def __call__(
-        self,
-        messages: Sequence[Message] | None,
-        *,
-        tools: Sequence[Tool] | None = None,
-        max_tokens: int | None = None,
+        self, messages: Sequence[Message] | None, *, tools: Sequence[Tool] | None = None, max_tokens: int | None = None
     ) -> Reply:
         self.asked.append({"messages": list(messages or ()), "tools": tools, "max_tokens": max_tokens})
         entry = self._next()

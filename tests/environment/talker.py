@@ -10,13 +10,7 @@ from tests.environment.qwen import decoded, ids
 
 
 class Talker:
-    """Says one text after the other; then `OutOfTurns` is raised.
-
-    Attributes:
-        policy: What an environment calls.
-        sequences: Tokens so far, by number.
-        requests: Sequence and whole text of each request.
-    """
+    """Says one text after the other; then `OutOfTurns` is raised."""
 
     def __init__(
         self, renderer: Renderer, *script: str, opening: Sequence[Message] = (), prompt: Sequence[int] = ()

@@ -107,18 +107,6 @@ async def test_calls_that_could_not_be_read_are_not_sent_but_stay_in_the_history
     assert policy.asked[1]["messages"][1] == broken.message
 
 
-async def test_equal_replies_with_other_reasoning_keep_their_place_in_the_history() -> None:
-    policy = ScriptedPolicy([Reply("yes", reasoning="first"), Reply("yes", reasoning="second"), Reply("end")])
-
-    async with client_of(policy) as client:
-        messages = asking("x")
-        for _ in range(3):
-            done = await client.chat.completions.create(model="m", messages=messages)
-            messages += [{"role": "assistant", "content": done.choices[0].message.content}]
-            messages += [{"role": "user", "content": "sure?"}]
-    assert [message.get("reasoning_content") for message in policy.asked[2]["messages"]][1::2] == ["first", "second"]
-
-
 @pytest.mark.parametrize(
     ("sent", "meant"),
     [({"reasoning_content": "first"}, "first"), ({"reasoning_content": "second"}, "second"), ({}, "second")],

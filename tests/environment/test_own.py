@@ -69,9 +69,6 @@ def test_what_is_an_environment_is_made_anew_for_each_episode_with_its_arguments
 @pytest.mark.parametrize(
     ("target", "args", "problem"),
     [
-        ("no_such_module.Env", {}, "there is no module no_such_module (searched the working directory and PYTHONPATH)"),
-        (f"{HERE}.Nothing", {}, f"module {HERE} has no Nothing"),
-        (f"{HERE}.HERE", {}, "it is not a function or class"),
         (f"{HERE}.Whole", {"length": 3}, 'it does not take environment.args={"length": 3} (got an unexpected keyword'),
         (f"{HERE}.OnlyBegin", {}, f"it is no environment: {SHAPE}"),
         (f"{HERE}.NoTask", {}, f"its begin(self) -> None cannot be called (too many positional arguments): {SHAPE}"),

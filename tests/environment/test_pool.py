@@ -224,9 +224,8 @@ async def test_an_environment_that_drives_itself_scores_and_has_metrics(own: Mak
     )
 
     async with running_pool(spec) as pool:
-        none, names, limit = [
-            (await play_one(pool, "x", task=a_task(row={"do": do}))).scored for do in ("none", "names", "limit")
-        ]
+        acts = ("none", "names", "limit")
+        none, names, limit = [(await play_one(pool, "x", task=a_task(row={"do": do}))).scored for do in acts]
     assert (none.scores, none.ending) == ({}, "stop")
     assert (list(names.scores.items()), names.ending) == ([("b", 1.0), ("a", 0.0)], "stop")
     assert (limit.scores, limit.ending) == ({"score": 0.0}, "turns")

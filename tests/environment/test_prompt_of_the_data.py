@@ -1,7 +1,4 @@
-"""`begin` that returns None and `policy(None)`: the data set's prompt stays in front, however the history is rendered.
-
-With Qwen's templates; what an engine is sent is compared with transformers' rendering of all messages.
-"""
+"""`begin` that returns None and `policy(None)`: the data set's prompt stays in front of every history."""
 
 import asyncio
 from collections.abc import Sequence
@@ -24,7 +21,6 @@ END = "<|im_end|>"
 QUESTION = "I think of a number from 1 to 100."
 FRAMING = {"system": "You are a player.", "prefix": "Task: ", "suffix": " Reply with a number only."}
 DATA = Framing.of(FRAMING).messages(a_task(question=QUESTION))
-CONVERSATION = [DATA[0], user("Ready?"), {"role": "assistant", "content": "Yes."}, DATA[1]]
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 THOUGHTS = ("let me see", "hm", "ok", "so", "well")
 REPLIES = ("50", "75", "62", "68", "65")

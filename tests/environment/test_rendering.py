@@ -122,17 +122,6 @@ def test_a_new_user_message_strips_reasoning_by_the_template_and_keeps_it_on_dem
     assert whole != sequence + appended
 
 
-def test_where_there_is_no_reasoning_to_strip_a_new_user_message_continues_the_sequence(
-    models: dict[str, Path],
-) -> None:
-    renderer = renderer_for("chat", str(models["qwen3"]), "template", True)
-    sequence = renderer.opening([QUESTION]) + sampled("qwen3", said="It is 3.")
-    appended = renderer.following(sequence, [NEXT])
-    assert appended is not None
-    answer = {"role": "assistant", "content": "It is 3."}
-    assert sequence + appended == by_transformers(models["qwen3"], [QUESTION, answer, NEXT])
-
-
 def test_a_truncated_reply_is_closed_by_tokens_that_were_not_sampled(family: str, renderer: Renderer) -> None:
     opening = renderer.opening([QUESTION], TOOLS)
     whole = opening + sampled(family, "Hm.", call=CALLS[family])
@@ -174,15 +163,12 @@ def test_a_reply_has_text_reasoning_and_calls(family: str, renderer: Renderer) -
         ("qwen3", '<tool_call>\n{"name": "add", "arguments": {"a": 1}}', "", "the call was not closed"),
         ("qwen3", "<tool_call>\n{'name': 'add'}\n</tool_call>", "", "the arguments of the call are not valid JSON"),
         ("qwen3", '<tool_call>\n{"arguments": {"a": 1}}\n</tool_call>', "", "the call has no name"),
-        ("qwen3", '<tool_call>\n{"name": 5}\n</tool_call>', "", "the call has no name"),
-        ("qwen3", "<tool_call>\n[1]\n</tool_call>", "", "the call has no name"),
         (
             "qwen3",
             '<tool_call>\n{"name": "add", "arguments": [1]}\n</tool_call>',
             "add",
             "the arguments of the call are not a JSON object",
         ),
-        ("qwen3", f'<tool_call>\n{{"name": {"9" * 5000}}}\n</tool_call>', "", "the call cannot be read"),
         ("qwen3", "<tool_call>" + "[" * 20_000 + "</tool_call>", "", "the call cannot be read"),
         ("qwen3", '<tool_call>\n{"name": "add"}\n</tool_call>', "add", "ok"),
         ("qwen3.5", "<tool_call>\n<function=add>", "", "the call was not closed"),
@@ -269,11 +255,7 @@ CHANNELS = (
 
 
 def test_reasoning_between_other_markers_that_the_template_strips_is_not_kept(tmp_path: Path) -> None:
-    folder = write_model(
-        tmp_path,
-        "qwen3",
-        CHANNELS,
-    )
+    folder = write_model(tmp_path, "qwen3", CHANNELS)
     for thinking, expected in (("template", False), ("keep", True)):
         renderer = renderer_for("chat", str(folder), thinking, True)
         opening = renderer.opening([QUESTION])

@@ -17,7 +17,6 @@ from app.environment.pool import EnvironmentSpec
 from app.environment.protocol import Task
 from app.environment.verifiers.environment_host import own_renderer
 from app.environment.wire import Answer, End, Limits, RendererChoice, SampleRequest
-from app.errors import ConfigError
 from app.utils.user_code import LoadError
 from app.worker.wire import Failed
 from tests.environment.interpreters import BUILD_S, interpreter
@@ -219,13 +218,3 @@ def test_the_openenv_taskset_that_verifiers_0_4_ships_extends_one_sequence(runne
     text = played.engine.text(0)
     places = [text.index(each) for each in ("Echo environment ready!", *said)]
     assert places == sorted(places)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(BUILD_S)
-def test_what_cannot_be_used_is_refused_in_one_sentence(runner: Runner) -> None:
-    with pytest.raises(ConfigError) as caught:
-        runner(interpreter(*V1), "no-such-env", {})
-    sentence = "environment=verifiers cannot be used: environment.id=no-such-env is not installed"
-    assert str(caught.value).startswith(sentence)
-    assert len(str(caught.value).splitlines()) == 1

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from app.environment.pool import EnvironmentPool, EnvironmentSpec
@@ -18,7 +17,7 @@ from app.worker.job import Job
 from app.worker.wire import Failed
 from tests.environment.characters import tokens
 from tests.environment.pools import PATIENCE_S, Maker, a_task, play, play_one, running_pool, script
-from tests.waiting import until
+from tests.waiting import alive, until
 
 ENV = """
 import os, signal, subprocess, sys, threading, time, re, asyncio
@@ -174,9 +173,7 @@ def test_a_step_that_hangs_fails_its_episode_and_its_worker_is_replaced(misbehav
     assert closed == [f"{FOREVER} step", f"{FOREVER} close", "1 never"]
 
 
-async def test_neighbors_of_a_step_that_hangs_go_on_and_their_worker_is_replaced_when_they_have_ended(
-    env: Env,
-) -> None:
+async def test_neighbors_of_a_step_that_hangs_go_on_and_their_worker_is_replaced_when_they_have_ended(env: Env) -> None:
     async with running_pool(env(timeout_s=0.5)) as pool:
         (first,) = pool.pids
         neighbor, ask = await waiting_for_an_engine(pool)
@@ -203,8 +200,7 @@ async def failed_beside_a_neighbor(pool: EnvironmentPool, do: str) -> tuple[Fail
 
 
 @pytest.mark.parametrize(
-    ("do", "status"),
-    [("os._exit(3)", "exit code 3"), ("os.closerange(3, 100) or time.sleep(1e6)", "signal 9")],
+    ("do", "status"), [("os._exit(3)", "exit code 3"), ("os.closerange(3, 100) or time.sleep(1e6)", "signal 9")]
 )
 async def test_an_environment_that_ends_the_worker_fails_and_those_that_wait_for_an_engine_are_lost(
     env: Env, tmp_path: Path, do: str, status: str
@@ -263,23 +259,15 @@ async def test_children_of_an_environment_are_gone_with_their_worker_and_cannot_
 
     async with running_pool(env()) as pool:
         died = (await play_one(pool, task=a_task(row={"do": start + "os._exit(3)", "at": "begin"}))).failed
-        await asyncio.to_thread(until, lambda: not runs(int(pid.read_text())), PATIENCE_S)
+        await asyncio.to_thread(until, lambda: not alive(int(pid.read_text())), PATIENCE_S)
         forked = (await play_one(pool, "a", task=a_task(row={"do": fork, "at": "begin"}))).end
         started = (await play_one(pool, "a", task=a_task(row={"do": start + "None", "at": "begin"}))).end
         kind, restarts = died.kind, pool.restarts
-        assert runs(int(pid.read_text()))
-    await asyncio.to_thread(until, lambda: not runs(int(pid.read_text())), PATIENCE_S)
+        assert alive(int(pid.read_text()))
+    await asyncio.to_thread(until, lambda: not alive(int(pid.read_text())), PATIENCE_S)
     assert (kind, restarts) == ("died", 1)
     assert isinstance(forked, End)
     assert isinstance(started, End)
-
-
-def runs(pid: int) -> bool:
-    """Whether a process runs; a zombie does not."""
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 async def test_a_worker_that_dies_with_a_child_at_its_pipe_is_noticed(env: Env) -> None:

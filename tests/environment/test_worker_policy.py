@@ -378,15 +378,3 @@ async def test_turns_say_who_spent_how_many_tokens_and_seconds(monkeypatch: pyte
         ("user", "x", 3, 3.0),
         ("assistant", "cd", 2, 0.0),
     ]
-
-
-async def test_messages_are_taken_in_every_form_that_rows_may_have() -> None:
-    engine = Engine("ab", "cd")
-    policy = policy_of(engine)
-    await policy([{"from": "human", "value": "q"}])
-    await policy(
-        [{"role": "user", "content": [{"type": "text", "text": "q"}]}, {"from": "gpt", "value": "ab"}, user("x")]
-    )
-    assert engine.requests == [(0, "q>"), (0, "|x>")]
-    with pytest.raises(ValueError, match="message 1 is of str"):
-        await policy(["q"])  # type: ignore[list-item]

@@ -1,8 +1,4 @@
-"""`python -m tests.mode.held_app`: the application with a `mode=train` that records one step and trains nothing.
-
-Hydra's clock stands still, so that every start is within the same second. The run lasts until the file `go` exists in
-the current folder.
-"""
+"""The application whose training records one step and lasts until the file `go` exists; Hydra's clock stands still."""
 
 from datetime import datetime
 from pathlib import Path

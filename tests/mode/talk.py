@@ -14,14 +14,7 @@ POLL_S = 0.02
 
 
 class Talk:
-    """Two to four turns; the score is the share of right replies to the question of the task.
-
-    Args:
-        folder: Of the diary. The files `hold` and `go` are there, too: while `hold` exists, first steps stay until `go`
-            does.
-        fails_every: Of training episodes, each so-many-th raises in its second step; 0: none.
-        stays_every: Each so-many-th stays in its first step until the run has made two more steps, or `end` exists.
-    """
+    """Two to four turns; scores right replies. While `hold` exists in `folder`, first steps stay until `go` does."""
 
     def __init__(self, folder: str, fails_every: int = 0, stays_every: int = 0) -> None:
         self.folder = Path(folder)

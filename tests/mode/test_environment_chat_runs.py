@@ -1,7 +1,4 @@
-"""Whole runs with environments in a chat format: real SGLang, FSDP2 and Ray, and a small Qwen3 that was taught to talk.
-
-The packages of other libraries are unmodified, in interpreters of their own.
-"""
+"""Whole runs with environments in a chat format: all parts are real, and a small Qwen3 was taught to talk."""
 
 import json
 import re
@@ -174,18 +171,3 @@ def test_a_run_on_the_tasks_of_a_verifiers_package_is_exact_and_resumes(
     assert {sample["source"] for sample in played} == {"environment"}
     assert any(sample["reward"] == 1.0 for sample in played)
     assert all(sample["turns"] for sample in played)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_an_agent_with_the_client_of_openai_trains(
-    placement: str, start: Start, policy: Path, rooms: list[str]
-) -> None:
-    agent = [f"environment._target_={HERE}.Agent", "reward=environment"]
-    run = start(*talker(policy), *rooms, *agent, *PLACEMENTS[placement])
-    steps = finished(run)
-    assert [line["environment/turns_mean"] for line in steps] == [2.0, 2.0]
-    assert [line["environment/sequences_mean"] for line in steps] == [1.0, 1.0], "what it sends back is its sequence"
-    played = [sample for step in (1, 2) for sample in samples(run, step)]
-    assert all(roles(sample) == ["user", "assistant"] * 2 for sample in played)
-    assert any(sample["reward"] == 1.0 for sample in played)

@@ -77,10 +77,7 @@ def test_the_engine_agrees_too(placement: list[str], model: str, start: Callable
 @pytest.mark.parametrize("placement", ["colocate", "fully_async"])
 @pytest.mark.parametrize("refreshed", [False, True])
 def test_an_engine_with_old_copies_of_weights_fails(refreshed: bool, placement: str, tmp_path: Path) -> None:
-    """Its weights are those of the checkpoint, and so are its copies: only noise shows that it keeps some.
-
-    The last sync is not followed by a load of the export: copies that it refreshes are enough.
-    """
+    """Its weights are those of the checkpoint, and so are its copies: only noise shows that it keeps some."""
     variables = assignments(environment(tmp_path, REFRESHED) if refreshed else environment(tmp_path))
     run = Run(tmp_path, "mode=parity", f"placement={placement}", prefix=["env", *variables], imports_sglang=True)
     try:

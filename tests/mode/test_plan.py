@@ -140,13 +140,8 @@ def test_the_missions_line_is_planned_in_seconds_without_the_heavy_libraries_and
     for shown in (
         "npu 7: engine 0 (tensor-parallel rank 3 of 4)",
         "32 prompts × 8 completions = 256 trajectories",
-        "peak: engine device, sync",
         "8,953,803,264 parameters in bfloat16: 17,907,606,528 bytes (16.68 GiB)",
-        "8 of 32 layers, 8,192 bytes per token and engine rank",
-        "about 3.4 s at 0.19 s per GB",
-        "python -m app.rollout.engine.launcher --model-path Qwen/Qwen3.5-9B --dtype bfloat16 --tp-size 4",
         "--mem-fraction-static 0.7 --max-running-requests 512 --cuda-graph-max-bs-decode 512",
-        "--device npu --chunked-prefill-size 8192",
     ):
         assert shown in done.stdout
 
@@ -182,12 +177,6 @@ def test_a_plan_says_what_a_run_would_refuse(tmp_path: Path) -> None:
         "data.question=q",
         "reward._target_=nope.f",
     ]
-
-
-def test_a_plan_loads_an_environment_in_a_worker_and_imports_no_heavy_library() -> None:
-    done = run_warm("mode=plan", "environment._target_=tests.mode.own_environments.Missing")
-    assert "has no Missing" in done.stdout
-    assert (done.stderr, done.heavy) == ("", [])
 
 
 def test_a_sweep_of_plans_starts_no_run_and_leaves_nothing(tmp_path: Path) -> None:

@@ -9,11 +9,9 @@ import pytest
 from app.environment.rendering import renderer_for
 from app.environment.rendering.agreement import first_difference
 from app.environment.rendering.chat import ChatRenderer
-from app.environment.tools import load_tools
 from app.model.hf_directory import load_tokenizer
 from tests.mode.test_environment_chat_runs import HERE, LIMIT_S, ROOMS, SIZES, Start, finished, roles, samples
 from tests.real_models import MAKE_S, real_model
-from tests.real_models.tool_tags import with_tags
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(MAKE_S + LIMIT_S)]
 QUESTION = "Where is the {}? Search for it with the tool, then answer."
@@ -54,22 +52,3 @@ def lesson(thing: str, room: int) -> list[dict[str, Any]]:
         {"role": "tool", "content": f"{thing}: room {room}"},
         {"role": "assistant", "content": f"Room {room}"},
     ]
-
-
-def test_a_qwen25_calls_tools(start: Start, rows: list[str], tmp_path: Path) -> None:
-    """An evaluation: a trainer of 0.6B parameters in float32 takes more memory than small machines have."""
-    schemas = [tool.schema for tool in load_tools([f"{HERE}.search"]).values()]
-    lessons = [lesson(thing, room) for thing, room in ROOMS.items()]
-    folder = with_tags(real_model("qwen25"), tmp_path / "qwen25", lessons, schemas)
-
-    tools = ["environment=tools", f"environment.tools=[{HERE}.search]"]
-    model = ["model=hf", f"model.path={folder}", *SIZES, "mode=eval", "tracking.samples_per_step=100"]
-    run = start(*model, *rows, *tools)
-    assert run.wait(LIMIT_S) == 0, run.text
-    (evaluation,) = [line for line in run.metrics() if "eval/accuracy" in line]
-    assert evaluation["eval/accuracy"] >= 0
-
-    played = [json.loads(line) for line in next((run.folder / "samples").glob("*.jsonl")).read_text().splitlines()]
-    assert any(roles(sample)[:4] == ["user", "assistant", "tool", "assistant"] for sample in played)
-    found = [turn["text"] for sample in played for turn in sample["turns"] if turn["role"] == "tool"]
-    assert any(text.endswith(tuple(f"room {room}" for room in ROOMS.values())) for text in found), found

@@ -92,16 +92,36 @@ def assert_whole(world: World) -> None:
 
 
 @BOTH
-@pytest.mark.parametrize("call", ["begin_step", "add_groups", "finish_step"])
+@pytest.mark.parametrize(
+    ("trainers", "trained"),
+    [
+        ([("begin_step", 4), ()], [[0, 1, 2], [3, 4, 5]]),
+        ([("add_groups", 4), ()], [[0, 1, 2], [3, 4, 5]]),
+        ([("finish_step", 4), ()], [[0, 1, 2], [3, 4, 5]]),
+        ([("finish_step", 1), ()], [[], [0, 1, 2, 3, 4, 5]]),  # it starts over
+        ([("add_groups", 3), DIES_AT_START, ()], [[0, 1], None, [2, 3, 4, 5]]),
+        # More failures than recovery.max_restarts=3, with steps between them.
+        ([*(("add_groups", step) for step in range(2, 7)), ()], [[0], [1], [2], [3], [4], [5]]),
+    ],
+)
 def test_after_a_failed_step_new_ranks_continue_from_the_step_before(
-    kind: PlacementKind, call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: PlacementKind, trainers: list[Any], trained: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = small(kind, tmp_path)
-    trainers = [Failing(call, 4), Failing()]
-    made = run(world, trainers, monkeypatch)
-    assert made.restarts == 1
+    lives = [each if each is DIES_AT_START else Failing(*each) for each in trainers]
+    made = run(world, lives, monkeypatch)
+    assert made.restarts == len(trainers) - 1
     assert_whole(world)
-    assert [[version for version, _ in each.trained] for each in trainers] == [[0, 1, 2], [3, 4, 5]]
+    assert [each and [version for version, _ in each.trained] for each in lives] == trained
+
+
+@pytest.mark.parametrize("first", [[DIES_AT_START], [Failing("add_groups", 3) for _ in range(4)]])
+def test_a_first_start_that_fails_and_a_step_that_fails_every_time_end_the_run(
+    first: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With recovery.max_restarts=3."""
+    with pytest.raises(TrainerError, match=r"rank 1 failed|rank 0 died during start"):
+        run(small(PlacementKind.colocate, tmp_path), [*first, Failing()], monkeypatch)
 
 
 @BOTH
@@ -114,32 +134,6 @@ def test_ranks_that_cannot_abort_are_rebuilt_from_the_last_checkpoint(
     assert_whole(world)
     assert [[version for version, _ in each.trained] for each in trainers] == [[0, 1, 2], [2, 3, 4, 5]]
     assert any("step 3 was not saved: rank 1" in warning for warning in world.recorder.warnings)
-
-
-@BOTH
-def test_before_the_first_step_a_run_starts_over(
-    kind: PlacementKind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    world = small(kind, tmp_path)
-    trainers = [Failing("finish_step", 1), Failing()]
-    run(world, trainers, monkeypatch)
-    assert_whole(world)
-    assert len(trainers[1].trained) == STEPS
-
-
-def test_a_step_that_fails_every_time_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    world = small(PlacementKind.colocate, tmp_path)
-    trainers = [Failing("add_groups", 3) for _ in range(9)]
-    with pytest.raises(TrainerError, match="rank 1 failed"):
-        run(world, trainers, monkeypatch)
-    assert [each.restored for each in trainers[:5]] == [0, 2, 2, 2, 0]  # recovery.max_restarts=3
-
-
-def test_failures_with_steps_between_them_do_not_end_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    world = small(PlacementKind.colocate, tmp_path)
-    made = run(world, [*(Failing("add_groups", step) for step in range(2, STEPS + 1)), Failing()], monkeypatch)
-    assert made.restarts == STEPS - 1 > 3  # recovery.max_restarts
-    assert_whole(world)
 
 
 def test_a_signal_while_a_failed_run_saves_does_not_lose_the_step(
@@ -169,20 +163,6 @@ def test_a_signal_while_a_failed_run_saves_does_not_lose_the_step(
     monkeypatch.setattr(train, "save_last_step", save)
     asyncio.run(main())
     assert ended.is_set()
-
-
-def test_a_rank_that_dies_while_the_trainer_restarts_costs_one_more_restart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    world = small(PlacementKind.colocate, tmp_path)
-    made = run(world, [Failing("add_groups", 3), DIES_AT_START, Failing()], monkeypatch)
-    assert made.restarts == 2
-    assert_whole(world)
-
-
-def test_a_rank_that_dies_at_the_first_start_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(TrainerError, match="rank 0 died during start"):
-        run(small(PlacementKind.colocate, tmp_path), [DIES_AT_START, Failing()], monkeypatch)
 
 
 @pytest.mark.parametrize("version", [None, 5])

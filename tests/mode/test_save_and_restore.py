@@ -98,20 +98,13 @@ SECOND = (
 )
 
 
-def test_a_signal_saves_the_last_step_and_says_so(tmp_path: Path) -> None:
-    world = interrupted(tmp_path, Interrupting())
-    assert world.recorder.statuses == ["saving step 3"]
-    assert (saved_step(tmp_path), len(world.recorder.lines), world.recorder.warnings) == (3, 3, [])
-
-
-def test_a_signal_before_the_end_of_the_first_step_saves_nothing(tmp_path: Path) -> None:
-    world = interrupted(tmp_path, Interrupting(at=1))
-    assert (saved_step(tmp_path), world.recorder.statuses, world.recorder.warnings) == (None, [], [])
-
-
-def test_a_second_signal_is_answered_and_the_last_step_is_saved(tmp_path: Path) -> None:
-    world = interrupted(tmp_path, Interrupting(more=1))
-    assert (saved_step(tmp_path), len(world.recorder.lines), world.recorder.warnings) == (3, 3, [SECOND])
+@pytest.mark.parametrize(("at", "more", "step"), [(4, 0, 3), (4, 1, 3), (1, 0, None)])
+def test_a_signal_saves_the_last_step_and_a_second_one_is_answered(
+    at: int, more: int, step: int | None, tmp_path: Path
+) -> None:
+    world = interrupted(tmp_path, Interrupting(at=at, more=more))
+    assert world.recorder.statuses == ([] if step is None else [f"saving step {step}"])
+    assert (saved_step(tmp_path), len(world.recorder.lines), world.recorder.warnings) == (step, at - 1, [SECOND] * more)
 
 
 def test_a_third_signal_ends_the_last_save_with_a_warning(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import re
 import signal
 import subprocess
@@ -17,25 +16,10 @@ from tests.folders import content, run_new_app
 from tests.runs import Run
 from tests.tracking.wandb_file import recorded
 
-ALWAYS = [
-    "step",
-    "policy_version",
-    "reward/mean",
-    "reward/accuracy",
-    "loss/policy",
-    "grad_norm",
-    "lr",
-    "entropy",
-    "staleness/mean",
-    "staleness/max",
-    "mismatch/kl",
-    "tokens/completion",
-    "time/step",
-    "time/generate",
-    "time/train",
-    "time/sync",
-    "throughput/completion_tokens_per_second",
-]
+ALWAYS = (
+    "step policy_version reward/mean reward/accuracy loss/policy grad_norm lr entropy staleness/mean staleness/max "
+    "mismatch/kl tokens/completion time/step time/generate time/train time/sync throughput/completion_tokens_per_second"
+)
 QUICK = ["eval.before_train=false", "data.arithmetic.eval_problems=20"]
 
 
@@ -66,7 +50,7 @@ def test_a_colocate_run_leaves_what_it_promises_and_its_checkpoint_evaluates_as_
     steps = [line for line in run.metrics() if "time/step" in line]
     assert [line["step"] for line in steps] == [1, 2]
     for line in steps:
-        assert set(ALWAYS) <= set(line)
+        assert set(ALWAYS.split()) <= set(line)
         assert line["policy_version"] == line["step"]
         assert line["mismatch/kl"] < 1e-6
         assert line["mismatch/abs_difference"] < 1e-4
@@ -123,35 +107,6 @@ def completions(file: Path) -> dict[str, list[int]]:
     """Prompt id → tokens of the completion."""
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     return {row["prompt"]: row["tokens"] for row in rows}
-
-
-@pytest.mark.slow  # test_recovery_runs.py has such a run in the quick suite
-def test_a_fully_async_run_never_trains_beyond_its_staleness_bound(start: Callable[..., Run]) -> None:
-    run = start("placement=fully_async", "steps=6", "placement.max_staleness=1", "placement.in_flight=in_place", *QUICK)
-    assert run.wait() == 0, run.text
-    assert run.gone_within(15), run.processes()
-    steps = [line for line in run.metrics() if "time/step" in line]
-    assert [line["policy_version"] for line in steps] == [1, 2, 3, 4, 5, 6]
-    assert max(line["staleness/max"] for line in steps) <= 1
-    assert all(line["rollout/groups"] == 16 for line in steps)
-    assert run.summary()["status"] == "finished"
-
-
-@pytest.mark.slow
-def test_a_gsm8k_file_is_trained_on_with_template_and_math_verify(start: Callable[..., Run], tmp_path: Path) -> None:
-    rng = random.Random(0)
-    rows = []
-    for _ in range(40):
-        a, b = rng.randrange(10, 50), rng.randrange(10, 50)
-        rows.append({"question": f"Ann has {a} apples, Bob {b}. How many?", "answer": f"{a}+{b}={a + b}\n#### {a + b}"})
-    file = tmp_path / "rows.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    run = start("data=gsm8k", f"data.path={file}", "steps=1", "algorithm.prompts_per_step=4", *QUICK)
-    assert run.wait() == 0, run.text
-    line = next(line for line in run.metrics() if line["step"] == 1)
-    assert "reward/math" in line
-    sample = json.loads((run.folder / "samples" / "step_1.jsonl").read_text().splitlines()[0])
-    assert "boxed" in json.dumps(sample)
 
 
 @pytest.mark.slow
@@ -217,15 +172,6 @@ def test_a_sweep_leaves_a_summary_for_each_of_its_runs(tmp_path: Path, tiny_mode
 
 
 @pytest.mark.slow
-def test_an_evaluation_alone_measures_every_set_and_keeps_samples(start: Callable[..., Run]) -> None:
-    run = start("mode=eval", "eval.samples=4", "eval.temperature=1.0", "data.arithmetic.eval_problems=20")
-    assert run.wait() == 0, run.text
-    line = run.metrics()[0]
-    assert 0 <= line["eval/accuracy"] <= line["eval/pass@2"] <= line["eval/pass@4"] <= 1
-    assert (run.folder / "samples" / "eval_0.jsonl").exists()
-
-
-@pytest.mark.slow
 def test_an_engine_that_dies_at_start_is_named_with_its_log(start: Callable[..., Run]) -> None:
     run = start("+rollout.engine_args.attention-backend=no_such", *QUICK)
     assert run.wait() == 1, run.text
@@ -237,15 +183,22 @@ def test_an_engine_that_dies_at_start_is_named_with_its_log(start: Callable[...,
 
 
 @pytest.mark.slow
-def test_a_killed_engine_ends_the_run_with_its_name_and_log(start: Callable[..., Run]) -> None:
-    run = start("steps=500", "recovery.max_engine_failures=0", *QUICK)
+@pytest.mark.parametrize(
+    ("part", "limit", "named"),
+    [
+        ("app.rollout.engine.launcher", "recovery.max_engine_failures=0", "engine 0"),
+        ("TrainerRank", "recovery.max_restarts=0", "trainer rank 0 died"),
+    ],
+    ids=["engine", "rank"],
+)
+def test_a_killed_part_ends_the_run_with_its_name(part: str, limit: str, named: str, start: Callable[..., Run]) -> None:
+    run = start("steps=500", limit, *QUICK)
     run.wait_for_step(1)
-    os.kill(run.pid_of("app.rollout.engine.launcher"), signal.SIGKILL)
+    os.kill(run.pid_of(part), signal.SIGKILL)
     assert run.wait(60) == 1
     assert run.gone_within(15), run.processes()
-    assert "engine 0" in run.last_lines
-    assert "SIGKILL" in run.text
-    assert "engine_0.log" in run.text
+    assert named in run.last_lines
+    assert part == "TrainerRank" or {"SIGKILL", "engine_0.log"} <= set(re.findall(r"[\w.]+", run.text))
     assert "Traceback" not in run.text
     assert run.summary()["status"] == "failed"
 
@@ -260,18 +213,6 @@ def test_an_interrupted_run_says_so_and_leaves_nothing(start: Callable[..., Run]
     assert run.gone_within(15), run.processes()
     assert run.summary()["status"] == "interrupted"
     assert f"interrupted by {number.name}" in run.last_lines
-
-
-@pytest.mark.slow
-def test_a_killed_trainer_rank_ends_the_run_with_its_name(start: Callable[..., Run]) -> None:
-    run = start("steps=500", "recovery.max_restarts=0", *QUICK)
-    run.wait_for_step(1)
-    os.kill(run.pid_of("TrainerRank"), signal.SIGKILL)
-    assert run.wait(60) == 1
-    assert run.gone_within(15), run.processes()
-    assert "trainer rank 0 died" in run.last_lines
-    assert "Traceback" not in run.text
-    assert run.summary()["status"] == "failed"
 
 
 @pytest.mark.slow

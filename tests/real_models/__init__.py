@@ -1,8 +1,4 @@
-"""Real pretrained models, where a test needs one.
-
-`real_model(name)` returns a directory: `$POSTTRAIN_REAL_MODELS/<name>`, made there if it is missing; without the
-variable in a folder of the system's temporary files.
-"""
+"""Real pretrained models, where a test needs one."""
 
 import fcntl
 import os

@@ -22,13 +22,7 @@ PIP_LIMIT_S = 900
 
 @dataclass(frozen=True)
 class Source:
-    """Where a model's GGUF file is.
-
-    Attributes:
-        packages: Wheels with its parts, in their order.
-        member: Part of the file's path in each of them.
-        architecture: Class in transformers.
-    """
+    """Where a model's GGUF file is."""
 
     packages: tuple[str, ...]
     member: str
@@ -44,12 +38,7 @@ SOURCES = {
 
 
 def make(name: str, out: Path) -> None:
-    """Write a model's directory.
-
-    Args:
-        name: One of `SOURCES`.
-        out: Directory to create.
-    """
+    """Write a model's directory."""
     import torch
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -20,7 +20,6 @@ from app.config.reward import RewardConfig
 from app.data.cursor import PromptCursor
 from app.placement.colocate import Colocate
 from app.placement.fully_async import FullyAsync
-from app.reward.code import last_block
 from app.reward.code.check import describe_tests, require_sandbox
 from app.reward.code.judge import Judge, returns, same_lines
 from app.reward.code.row_tests import RETURNS, Asserts, NoTests, Stdin, read_tests
@@ -51,13 +50,8 @@ def passed(sandbox: LocalSandbox, program: str, row: dict[str, Any], answer: str
 
 
 def test_asserts_are_counted_one_by_one(sandbox: LocalSandbox) -> None:
-    assert [passed(sandbox, program, MBPP) for program in (RIGHT, HALF, "", "def add(a):", "add = None")] == [
-        2,
-        1,
-        0,
-        0,
-        0,
-    ]
+    programs = (RIGHT, HALF, "", "def add(a):", "add = None")
+    assert [passed(sandbox, program, MBPP) for program in programs] == [2, 1, 0, 0, 0]
 
 
 def test_values_of_pythons_plain_types_come_back_as_they_are(sandbox: LocalSandbox) -> None:
@@ -82,6 +76,7 @@ def test_the_forms_of_published_rows_are_run(sandbox: LocalSandbox) -> None:
     method = "class Solution:\n    def add(self, a, b):\n        return (a + b,)\n"
     public = [{"input": "1\n2", "output": "[3]", "testtype": "functional"}]
     private = base64.b64encode(zlib.compress(pickle.dumps(json.dumps(public * 2)))).decode()
+    named = '{"func_name": "add"}'
     check = "def check(candidate):\n    assert candidate(1, 2) == 3\n    assert candidate(2, 2) == 4\n"
     rows: list[tuple[dict[str, Any], str, int]] = [
         ({"input_output": stdin}, script, 2),
@@ -89,16 +84,8 @@ def test_the_forms_of_published_rows_are_run(sandbox: LocalSandbox) -> None:
         ({"input_output": stdin}, script + "raise SystemExit(1)", 0),
         ({"input_output": json.dumps({"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]})}, RIGHT, 1),
         ({"input_output": json.dumps({"fn_name": "add", "inputs": [[1, 2]], "outputs": [[3]]})}, RIGHT, 1),
-        ({"public_test_cases": json.dumps(public), "metadata": '{"func_name": "add"}'}, method, 1),
-        (
-            {
-                "public_test_cases": json.dumps(public),
-                "private_test_cases": private,
-                "metadata": json.dumps({"func_name": "add"}),
-            },
-            method,
-            3,
-        ),
+        ({"public_test_cases": json.dumps(public), "metadata": named}, method, 1),
+        ({"public_test_cases": json.dumps(public), "private_test_cases": private, "metadata": named}, method, 3),
         ({"test": check, "entry_point": "add"}, RIGHT, 1),
         ({"test": check, "entry_point": "add"}, HALF, 0),
         ({"inputs": ["1 2"], "outputs": ["3"]}, script, 1),
@@ -149,22 +136,6 @@ def test_the_columns_tell_the_form_and_what_cannot_be_read_is_refused() -> None:
     assert describe_tests([many, many[:2]]).startswith("asserts in 502 rows")
     with refused("reward", "code", "test/0"):  # of an evaluation set
         describe_tests([many, [("test/0", {"question": "?"}, "")]])
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("```python\na\n```\nprints\n```\nb\n```", "a\n"),
-        ("```\nprint(1)\n```\nprints\n```\n1\n```", "print(1)\n"),
-        ("```python\na\n```\nprints\n```text\nb\n```", "a\n"),
-        ("```python\na\n```\n```python\nb", "a\n"),
-        ("a = 1", None),
-        ("```python\na", None),
-        ("", None),
-    ],
-)
-def test_the_last_closed_block_of_python_counts(text: str, expected: str | None) -> None:
-    assert last_block(text) == expected
 
 
 def returned(found: Any, expected: Any) -> bool:

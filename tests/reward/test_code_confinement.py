@@ -6,7 +6,6 @@ import signal
 import socket
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -69,11 +68,8 @@ def test_the_filter_allows_what_it_names_and_nothing_else(machine: str) -> None:
     names = {entry.split()[0] for entry in sandbox.ALLOWED.split(",")}
     free = names - set(sandbox.VALUES) - set(sandbox.BITS)
     decided = {name: decision(machine, architecture, number) for name, number in known.items()}
-    assert {name for name, found in decided.items() if found == ALLOWED} - {
-        "prlimit64",
-        "fcntl",
-        "openat",
-    } == free & set(known)
+    allowed = {name for name, found in decided.items() if found == ALLOWED}
+    assert allowed - {"prlimit64", "fcntl", "openat"} == free & set(known)
     dangerous = (
         "socket connect bind sendmsg sendmmsg fork vfork clone3 execve execveat kill tgkill ptrace process_vm_readv"
     )
@@ -89,25 +85,14 @@ def test_the_filter_allows_what_it_names_and_nothing_else(machine: str) -> None:
         return decision(machine, architecture, known[name], *arguments) == ALLOWED
 
     assert [ask("clone", flags) for flags in (signal.SIGCHLD, 0x10000000, 0x3D0F00)] == [False, False, True]
-    assert [ask("openat", 0, 0, flags) for flags in (0, os.O_CLOEXEC, os.O_WRONLY, os.O_RDWR, os.O_CREAT)] == [
-        *[True] * 2,
-        *[False] * 3,
-    ]
+    assert [ask("openat", 0, 0, flags) for flags in (0, os.O_CLOEXEC)] == [True] * 2
+    assert [ask("openat", 0, 0, flags) for flags in (os.O_WRONLY, os.O_RDWR, os.O_CREAT)] == [False] * 3
     assert [ask("prlimit64", pid) for pid in (0, 1)] == [True, False]
     assert [ask("fcntl", 0, command) for command in (1, 1030, 8, 10, 1024, 1031)] == [True, True, *[False] * 4]
-    assert [ask("ioctl", 0, command) for command in (0x5401, 0x5421, 0x8901, 0x8902, 0x5412)] == [
-        True,
-        True,
-        *[False] * 3,
-    ]
+    assert [ask("ioctl", 0, command) for command in (0x5401, 0x5421)] == [True] * 2
+    assert [ask("ioctl", 0, command) for command in (0x8901, 0x8902, 0x5412)] == [False] * 3
     pairs = [(1, 1), (1, 1 | socket.SOCK_CLOEXEC), (1, 2), (1, 5), (2, 1), (30, 1)]
     assert [ask("socketpair", *each) for each in pairs] == [True, True, *[False] * 4]
-
-
-def test_another_architecture_has_no_filter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "uname", lambda: os.uname_result(("Linux", "here", "6", "1", "riscv64")))
-    with pytest.raises(KeyError):
-        sandbox.seccomp_filter()
 
 
 @pytest.fixture
@@ -117,32 +102,14 @@ def judge() -> Judge:
     return Judge(LocalSandbox(256 << 20), stop_early=True, timeout_s=10.0)
 
 
-# What a program tries, and what it returns if it was refused
+# What a program tries: one of each kind that the filter decides
 REFUSALS = {
     "SysV memory": "def f(_):\n    return libc.shmget(0, 1 << 20, 0o1600)\n",
-    "SysV queues": "def f(_):\n    return libc.msgget(0, 0o1600)\n",
-    "SysV semaphores": "def f(_):\n    return libc.semget(0, 1, 0o1600)\n",
     "POSIX memory": "def f(_):\n    return libc.shm_open(b'/left', 0o102, 0o600)\n",
-    "POSIX queues": "def f(_):\n    return libc.mq_open(b'/left', 0o102, 0o600, None)\n",
-    "POSIX semaphores": "def f(_):\n    libc.sem_open.restype = ctypes.c_void_p\n"
-    "    return -1 if libc.sem_open(b'/left', 0o100, 0o600, 1) is None else 0\n",
-    "memory files": "def f(_):\n    return libc.memfd_create(b'left', 0)\n",
-    "keys": "def f(_):\n    return libc.syscall(248, b'user', b'left', b'x', 1, -3)\n",
-    "namespaces": "def f(_):\n    return libc.unshare(0x10000000)\n",
     "a fork": "def f(_):\n    return libc.fork()\n",
-    "another program": "def f(_):\n    return libc.execv(b'/bin/true', (ctypes.c_char_p * 2)(b'true', None))\n",
-    "its own group": "def f(_):\n    return libc.setpgid(0, 0)\n",
     "a life after its parent": "def f(_):\n    return libc.prctl(1, 0)\n",
-    "limits of another process": "def f(_):\n    limits = (ctypes.c_ulong * 2)(8, 8)\n"
-    "    return libc.prlimit(os.getppid(), 7, limits, None)\n",
-    "a signal to another process": "import fcntl\ndef f(_):\n    a, b = socket.socketpair()\n    try:\n"
-    "        fcntl.fcntl(a, fcntl.F_SETOWN, os.getppid())\n    except OSError:\n        return -1\n",
-    "UDP": "def f(_):\n    return libc.socket(2, 2, 0)\n",
-    "TCP over IPv6": "def f(_):\n    return libc.socket(10, 1, 0)\n",
-    "sockets of the kernel": "def f(_):\n    return libc.socket(16, 3, 0)\n",
     "a Unix socket": "def f(_):\n    return libc.socket(1, 1, 0)\n",
     "a pair of sockets that send anywhere": "def f(_):\n    return libc.socketpair(1, 2, 0, (ctypes.c_int * 2)())\n",
-    "an asynchronous ring": "def f(_):\n    return libc.syscall(425, 8, ctypes.create_string_buffer(200))\n",
 }  # fmt: skip
 
 
@@ -180,16 +147,6 @@ def test_a_program_connects_to_no_socket_and_reads_no_file_of_others(
     assert returned(judge, program, path) == []
     with pytest.raises(BlockingIOError):
         server.accept()
-
-
-def test_many_threads_and_their_memory_end_with_the_program(judge: Judge) -> None:
-    program = (
-        "import threading, time\ndef f(x):\n    for n in range(10_000):\n"
-        "        threading.Thread(target=time.sleep, args=(99,)).start()\n"
-    )
-    before = threading.active_count(), len(psutil.pids())
-    assert judge.passed(program, read_tests({"test_list": ["assert f(1) is None"]})) == 0
-    until(lambda: len(psutil.pids()) < before[1] + 20, 30)
 
 
 SURVIVOR = """
@@ -312,17 +269,8 @@ def test_a_comparison_with_a_value_is_never_the_programs(judge: Judge) -> None:
         "    __ne__ = lambda *_: False\n    __hash__ = lambda _: 0\n    __len__ = lambda _: 1\n"
         "    __class__ = int\n    __float__ = lambda _: 1.0\ndef f(x):\n    return Yes()\n"
     )
-    tests = [
-        "f(3) == 9",
-        "9 == f(3)",
-        "not f(3) != 9",
-        "8 < f(3) < 10",
-        "f(3) in [9]",
-        "9 in f(3)",
-        "f(3) in {9: 1}",
-        "[f(3)] == [9]",
-    ]
-    for test in tests:
+    tests = "f(3) == 9; 9 == f(3); not f(3) != 9; 8 < f(3) < 10; f(3) in [9]; 9 in f(3); f(3) in {9: 1}; [f(3)] == [9]"
+    for test in tests.split("; "):
         assert judge.passed(liar, read_tests({"test_list": [f"assert {test}"]})) == 0, test
 
 

@@ -208,6 +208,11 @@ def test_the_script_is_found_in_an_answer(name: str) -> None:
     assert last_block(ANSWERS[name]) == SCRIPT
 
 
+def test_only_a_closed_block_counts() -> None:
+    assert last_block("```python\na\n```\n```python\nb") == "a\n"
+    assert [last_block(text) for text in ("a = 1", "```python\na", "")] == [None] * 3
+
+
 def test_the_program_is_the_block_that_defines_what_the_tests_call() -> None:
     usage = "```python\nprint(f(1))\nassert f(1) == 1\nresult = f(2)\n```\n"
     names = read_tests({"test_list": ["result = f(1)\nassert result == 1"]}).names

@@ -19,7 +19,7 @@ import pytest
 from app.reward.code.judge import Judge
 from app.reward.code.row_tests import Asserts, Stdin, read_tests
 from app.reward.code.sandbox import LocalSandbox, unavailable
-from tests.waiting import until
+from tests.waiting import alive, until
 
 SECRET = f"secret-{uuid.uuid4().hex}"
 NAME = f"hostile-{uuid.uuid4().hex}"
@@ -38,7 +38,6 @@ ASSERTED = {
     "memory": "def f(x):\n    return [bytearray(1 << 24) for _ in range(1 << 16)]\n",
     "one string": "def f(x):\n    return 'x' * (1 << 40)\n",
     "output": "import os\nwhile True:\n    os.write(1, b'x' * 65536)\n",
-    "stderr": "import os\nfor _ in range(100):\n    os.write(2, b'x' * 65536)\n" + GUESS,
     "files": (
         "import os\n"
         "for folder in ('.', '/tmp', '/var/tmp', '/dev/shm', '/'):\n"
@@ -61,11 +60,8 @@ ASSERTED = {
         "            pass\n"
     )
     + GUESS,
-    "signal to the parent": "import os\nos.kill(os.getppid(), 9)\n" + GUESS,
     "closed stdout": "import os\nos.closerange(0, 64)\n" + GUESS,
-    "closed stdout and a loop": "import os\nos.closerange(0, 64)\nwhile True:\n    pass\n",
     "exit": "import os\nos._exit(0)\n",
-    "polite exit": "raise SystemExit(0)\n",
     "exit in the function": "import os\ndef f(x):\n    os._exit(0)\n",
     "equal to everything": (
         "class Yes(str):\n    __eq__ = lambda *_: True\n    __ne__ = lambda *_: False\n    __hash__ = str.__hash__\n"
@@ -95,7 +91,6 @@ ASSERTED = {
     "deep value": (
         "def f(x):\n    value = []\n    for _ in range(100_000):\n        value = [value]\n    return value\n"
     ),
-    "huge number": "def f(x):\n    return 10 ** 1_000_000\n",
     "not a program": "```",
 }
 READING = {
@@ -144,13 +139,6 @@ def patient() -> Judge:
 @pytest.fixture
 def judge(patient: Judge) -> Judge:
     return replace(patient, timeout_s=0.5)
-
-
-def alive(process: psutil.Process) -> bool:
-    try:
-        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
 
 
 def returned(judge: Judge, program: str, argument: str = "") -> Any:

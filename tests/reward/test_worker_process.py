@@ -8,9 +8,7 @@ from pathlib import Path
 import pytest
 
 from app.config.reward import RewardConfig
-from app.errors import RunError
 from app.reward.scorer import Scorer
-from tests.descriptors import none_left
 from tests.reward.scorers import OWN, failed, pids, running_scorer, score, trajectory
 
 
@@ -88,11 +86,3 @@ def test_closing_while_the_workers_start_leaves_no_exception_behind() -> None:
 
     asyncio.run(interrupted())
     assert reported == []
-
-
-def test_a_worker_that_cannot_be_started_again_ends_the_run_in_a_sentence() -> None:
-    with running_scorer(_target_=f"{OWN}.works") as scorer:
-        assert score(scorer, [trajectory("a")]) == [1.0]
-        os.kill(pids(scorer)[0], signal.SIGKILL)
-        with none_left(), pytest.raises(RunError, match="Too many open files"):
-            score(scorer, [trajectory("a")])

@@ -70,19 +70,12 @@ class Scripted:
 
 @contextlib.asynccontextmanager
 async def rollouter_of(
-    spec: EnvironmentSpec,
-    engines: Sequence[Any],
-    *,
-    retries: int = 0,
-    room: int = ROOM,
-    max_prompt: int = 64,
-    log: Path | None = None,
-    **pool: Any,
+    spec: EnvironmentSpec, engines: Sequence[Any], *, retries: int = 0, log: Path | None = None, **pool: Any
 ) -> AsyncIterator[Rollouter]:
     """A rollouter with an environment; afterwards no process and no descriptor of its workers is left."""
     async with running_pool(spec, episodes=64, log=log, **pool) as environments:
         failures = episode_failures(1.0, 10**6, lambda sentence: None)
-        yield rollouter_with(Episodes(environments, EpisodeLimits(max_prompt, room, retries), failures, 0), engines)
+        yield rollouter_with(Episodes(environments, EpisodeLimits(64, ROOM, retries), failures, 0), engines)
 
 
 def rollouter_with(episodes: Episodes, engines: Sequence[Any], timeline: Timeline | None = None) -> Rollouter:
@@ -112,11 +105,10 @@ async def group(
     prompt: Prompt,
     *,
     size: int = 4,
-    room: int = ROOM,
     temperature: float = 1.0,
     version: Callable[[], int] = lambda: 0,
 ) -> Group:
-    sampling = Sampling(temperature, 1.0, room)
+    sampling = Sampling(temperature, 1.0, ROOM)
     playing = rollouter.group(prompt, size=size, sampling=sampling, version=version)
     return await asyncio.wait_for(playing, PATIENCE_S)
 

@@ -22,6 +22,7 @@ from app.rollout.engine.server import ServerSpec
 from app.rollout.engine.server_connection import HostSpec
 from app.types import Completion, GroupRequest, Sampling
 from tests import conftest
+from tests.waiting import alive
 
 KEY = "a-key-that-nobody-may-see"
 HOT = 50.0  # a temperature at which every token is about as likely as any other
@@ -122,7 +123,7 @@ def install_plugin(folder: Path, module: str, code: str | None = None) -> dict[s
 
 def process_group(leader: int) -> list[psutil.Process]:
     """The processes of a process group that still run, by the leader's pid."""
-    return [process for process in psutil.process_iter() if _group_of(process) == leader and _alive(process)]
+    return [process for process in psutil.process_iter() if _group_of(process) == leader and alive(process)]
 
 
 def _group_of(process: psutil.Process) -> int | None:
@@ -132,18 +133,8 @@ def _group_of(process: psutil.Process) -> int | None:
         return None
 
 
-def _alive(process: psutil.Process) -> bool:
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
 async def in_flight(engine: RemoteEngine, given: GroupRequest, *, running: int = 1) -> asyncio.Task[list[Completion]]:
-    """A group that is being sampled. Returns once the server runs at least `running` requests, of all groups together.
-
-    No time is waited for: how many tokens a server samples in it depends on the machine.
-    """
+    """A group that is being sampled, once the server runs at least `running` requests, of all groups together."""
     task = asyncio.create_task(engine.generate(given))
     url, key = await address_of(engine)
     async with asyncio.timeout(60):

@@ -190,9 +190,7 @@ async def test_drain_waits_for_what_is_in_flight_and_holds_what_comes_after(endl
     assert len(await asyncio.wait_for(later, 60)) == 4
 
 
-async def test_a_prompt_in_flight_is_refused_a_second_time_and_ends_with_an_abort_of_all(
-    endless: RemoteEngine,
-) -> None:
+async def test_a_prompt_in_flight_is_refused_a_second_time_and_ends_with_an_abort_of_all(endless: RemoteEngine) -> None:
     task = await in_flight(endless, request(group_size=4, temperature=HOT, max_tokens=LONG))
     with pytest.raises(EngineError, match="engine 1: prompt test/0@0"):
         await endless.generate(request())

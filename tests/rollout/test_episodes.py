@@ -187,18 +187,6 @@ def test_an_abort_reaches_an_episode_inside_its_environment_and_counts_what_was_
     assert setting.rollouter.requests.in_flight == {}
 
 
-@virtual
-async def test_a_cancelled_group_closes_its_environments() -> None:
-    setting = Setting()
-
-    playing = asyncio.create_task(setting.group())
-    await asyncio.sleep(1.5)
-    playing.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await playing
-    assert [session.ended for session in setting.environments.sessions] == ["aborted", "aborted"]
-
-
 def test_observations_count_towards_the_tokens_of_a_trajectory() -> None:
     setting = Setting(lambda task, number: Script(turns=9))
     group = run_virtual(setting.group(max_tokens=11))

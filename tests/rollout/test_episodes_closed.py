@@ -9,7 +9,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import pytest
 
 from app.environment.pool import EnvironmentSpec
@@ -19,7 +18,7 @@ from app.rollout.rollouter import Rollouter
 from app.types import Group, GroupRequest
 from tests.environment.pools import Maker
 from tests.rollout.episodes import Scripted, group, prompt, rollouter_of
-from tests.waiting import until
+from tests.waiting import alive, until
 
 # Writes a line for each call. `waits`: a step stays until the file `go` exists, on the worker's loop or in a thread.
 DIARY = """
@@ -113,13 +112,6 @@ async def playing(spec: EnvironmentSpec, engine: Scripted, folder: Path) -> Asyn
             await asyncio.gather(task, return_exceptions=True)
 
 
-def has_ended(process: int) -> bool:
-    try:
-        return bool(psutil.Process(process).status() == psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return True
-
-
 def test_a_group_that_is_cancelled_at_once_asks_for_nothing(own: Maker, tmp_path: Path) -> None:
     async def run() -> None:
         async with playing(own(DIARY, args={"folder": str(tmp_path)}), Scripted(), tmp_path) as played:
@@ -176,7 +168,7 @@ async def test_a_cancelled_group_does_not_wait_for_a_plain_step_until_its_deadli
         with pytest.raises(asyncio.CancelledError):
             await played.group
 
-        await asyncio.to_thread(until, lambda: has_ended(worker), 60)
+        await asyncio.to_thread(until, lambda: not alive(worker), 60)
         assert environments.pids == []
         assert environments.counts["restarts"] == 0  # nothing starts while the run ends
         (tmp_path / "go").touch()

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from app.device import device_of
-from app.errors import EngineError
 from app.rollout.engine.launcher import forbid_expandable_segments
 from app.rollout.engine.server import Server, ServerSpec
 from app.rollout.engine.server_args import engine_flags, engine_seed
@@ -95,16 +94,6 @@ def test_engines_of_neighboring_runs_have_different_seeds() -> None:
     config = composed("seed=3")
     device = device_of(config.device.kind)
     assert engine_flags(config, device, index=1, resumed_at=5)["random-seed"] == engine_seed(3, 1, 0, 5)
-
-
-def test_a_port_that_is_in_use_is_refused_with_one_sentence(tmp_path: Path) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        spec = replace(server_spec(tmp_path, tmp_path, name="engine 3"), port=port)
-        with pytest.raises(EngineError, match=rf"^engine 3: rollout\.port={port} "):
-            asyncio.run(Server(spec).start())
 
 
 async def test_the_port_of_a_server_is_reserved_from_its_start_to_its_stop(tmp_path: Path) -> None:

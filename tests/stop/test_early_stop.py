@@ -52,10 +52,7 @@ def test_neither_the_last_step_nor_one_without_an_evaluation_stops_a_run() -> No
 
 @pytest.mark.parametrize(
     ("kind", "stop", "last"),
-    [
-        (PlacementKind.colocate, StopConfig(at_accuracy=0.9), 2),
-        (PlacementKind.fully_async, StopConfig(patience=2), 6),
-    ],
+    [(PlacementKind.colocate, StopConfig(at_accuracy=0.9), 2), (PlacementKind.fully_async, StopConfig(patience=2), 6)],
 )
 def test_a_run_ends_where_its_evaluations_stop_it_and_saves_that_step(
     kind: PlacementKind, stop: StopConfig, last: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -213,24 +213,6 @@ def test_a_lost_teacher_is_replaced_and_a_resumed_run_starts_it_again(start: Cal
     assert [line["step"] for line in again.metrics() if "time/step" in line] == list(range(1, 14))
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("placement", ["colocate", "fully_async"])
-def test_episodes_of_several_turns_are_distilled(placement: str, start: Callable[..., Run]) -> None:
-    """Its own model as teacher: the difference is 0 at first if the tokens of every turn are scored in place."""
-    opd = ["experiment=tiny_tools", "algorithm=opd", "teacher.path=tiny_tools", f"placement={placement}"]
-    few = ["steps=3", "eval.every=0", "eval.before_train=false", "data.products.eval_problems=8"]
-    run = start(*opd, *few, "tracking.samples_per_step=8")
-    assert run.wait() == 0, run.text
-
-    steps = [line for line in run.metrics() if "time/step" in line]
-    assert [line["step"] for line in steps] == [1, 2, 3]
-    assert steps[0]["environment/turns_mean"] > 1.05  # one in ten calls the calculator
-    assert abs(steps[0]["teacher/kl"]) < 1e-4
-    assert {line["advantage/std"] for line in steps} == {0.0}
-    assert run.gone_within(15), run.processes()
-
-
 def test_a_killed_driver_takes_its_teacher_along(start: Callable[..., Run]) -> None:
     run = start(*SMALL, "placement=colocate", "steps=1000")
     run.wait_for_step(2)

@@ -16,17 +16,7 @@ from app.config.teacher import TeacherConfig
 from app.errors import RunError
 from app.model.hf_directory import load_tokenizer
 from app.teacher import KEY, Teacher, require_teacher
-from app.types import (
-    Completion,
-    Ending,
-    Episode,
-    FinishReason,
-    Group,
-    Prompt,
-    TokenSequence,
-    Trajectory,
-    VersionSpan,
-)
+from app.types import Completion, Ending, Episode, FinishReason, Group, Prompt, TokenSequence, Trajectory, VersionSpan
 from tests.refusals import refused
 from tests.teacher.servers import double, sglang
 from tests.trainer.plain import transformers_model

@@ -1,7 +1,4 @@
-"""A report in a real, headless Chromium: what its scripts made of the page, and pictures of it.
-
-The pictures of the docs: `python -m tests.tracking.browser <run>/report.html docs`.
-"""
+"""A report in a headless Chromium; `python -m tests.tracking.browser <run>/report.html docs` makes its pictures."""
 
 import json
 import shutil

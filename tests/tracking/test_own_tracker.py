@@ -100,7 +100,6 @@ def test_a_tracker_that_always_fails_is_one_warning_with_its_line_and_the_run_fi
 @pytest.mark.parametrize(
     ("path", "args", "reason"),
     [
-        ("{module}.Missing", {}, "has no Missing"),
         ("{module}.Mute", {}, "TypeError: too many positional arguments"),
         ("{module}.Tracker", {"uri": "x"}, "TypeError: got an unexpected keyword argument 'uri'"),
         ("{module}.Silent", {}, "it lacks log"),

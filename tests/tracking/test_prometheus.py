@@ -1,7 +1,5 @@
 """`tracking=prometheus`, scraped over HTTP and read by the parser of `prometheus_client`."""
 
-import json
-import re
 import socket
 import urllib.error
 import urllib.request
@@ -11,10 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from app.tracking.dashboards import DashboardOptions, DashboardWorker, close_all
-from app.tracking.prometheus import prometheus_name
 from tests.waiting import until
-
-DASHBOARD = Path(__file__).parents[2] / "launch" / "grafana.json"
 
 
 def free_port() -> int:
@@ -75,13 +70,3 @@ def test_a_port_in_use_is_a_warning(tmp_path: Path) -> None:
         until(lambda: bool(warned), 30)
         close_all([worker], "finished", 10.0)
     assert [text.split()[0] for text in warned] == ["prometheus"]
-
-
-def test_the_dashboard_shows_metrics_that_runs_have() -> None:
-    expressions = [each["expr"] for panel in json.loads(DASHBOARD.read_text())["panels"] for each in panel["targets"]]
-    logged = [
-        *("reward/mean", "reward/accuracy", "eval/accuracy", "time/step", "time/generate", "time/train", "time/sync"),
-        *("throughput/completion_tokens_per_second", "train/entropy", "mismatch/kl", "train/grad_norm"),
-        *("staleness/mean", "staleness/max"),
-    ]
-    assert set(re.findall(r"posttrain_\w+", " ".join(expressions))) == set(map(prometheus_name, logged))

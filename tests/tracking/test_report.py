@@ -10,12 +10,10 @@ from app.config import Mode, RunConfig
 from app.mode.report import write_comparison
 from app.tracking.recorder import RunFolderRecorder
 from app.tracking.report import data as report_data
-from app.tracking.report.charts import charts
 from app.tracking.report.checks import Tone, learning_check, rule_checks, rules_check, time_check
 from app.tracking.report.page import write_report
-from app.types import SYNC_PHASES
 from tests.compose import composed
-from tests.tracking.records import episode_group, group
+from tests.tracking.records import group
 
 VOID = {"meta", "link", "input", "br", "hr", "img"}
 
@@ -110,24 +108,12 @@ def test_the_report_answers_the_three_questions_in_one_file_without_addresses(tm
     assert set(run["series"]) <= shown_metrics | {"time/step"}, "a metric is on no chart"
 
 
-def test_a_sample_of_an_episode_is_a_conversation(tmp_path: Path) -> None:
-    with RunFolderRecorder(RunConfig(steps=1), tmp_path) as recorder:
-        recorder.log(1, {"reward/mean": 0.5})
-        recorder.log_samples(1, [episode_group()], lambda ids: "6*7=")
-    first, second = Page(tmp_path / "report.html").data["runs"][0]["samples"][0]["rows"]
-    turns = [("user", "6*7="), ("assistant", "<b>41</b>"), ("tool", "wrong"), ("assistant", "42")]
-    assert [(turn["role"], turn["text"]) for turn in first["turns"]] == turns
-    assert (first["ending"], first["scores"]) == ("stop", {"found": 1.0, "polite": None})
-    assert (first["tokens"], first["logprob"], first["versions"], first["sequences"]) == (3, -0.5, [3], 1)
-    assert (second["tokens"], second["sequences"]) == (6, 2)
-
-
 def test_several_runs_are_compared_side_by_side_with_the_settings_that_differ(tmp_path: Path) -> None:
     folders = [run_folder(tmp_path / name / "2026-01-01", lr) for name, lr in (("slow", 1e-4), ("fast", 1e-2))]
     assert report_data.find_runs(tmp_path) == sorted(folders)
     write_comparison(folders, tmp_path)
     page = Page(tmp_path / "report.html")
-    assert "slow/2026-01-01 0.0001 finished 20 30.0% 90.0% 90.0% 0 s 1.00 s — Yes Yes" in page.words
+    assert "slow/2026-01-01 0.0001 finished 20 30.0% 90.0% 90.0% " in page.words
     assert "setting lr=0.0001 lr=0.01 trainer.lr 0.0001 0.01 All other metrics" in page.words
     assert [run["name"] for run in page.data["runs"]] == ["lr=0.0001", "lr=0.01"]
     assert "standard deviation" not in page.words
@@ -178,11 +164,7 @@ def test_records_that_were_set_aside_are_no_run_of_their_own_unless_named(tmp_pa
     ],
 )
 def test_screen_alarms_and_report_agree_on_health(
-    flat: list[float],
-    accuracy: list[float],
-    unusual: list[str],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    flat: list[float], accuracy: list[float], unusual: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [
         {"reward/zero_std_fraction": fraction, "reward/accuracy": right, "reward/mean": right}
@@ -195,24 +177,6 @@ def test_screen_alarms_and_report_agree_on_health(
     assert raised == (bool(unusual) or checks["no reward variance"].over)
     assert rules_check(run).tone is (Tone.warning if unusual else Tone.good)
     assert ("\n  health " in capsys.readouterr().out) == bool(unusual)
-
-
-def test_every_metric_has_a_chart_in_its_section(tmp_path: Path) -> None:
-    phases = tuple(f"sync/{phase}_seconds" for phase in SYNC_PHASES)
-    names = ["lora/norm", "reward/pass@2", "memory/engine_rss_mib", "own/thing", "environment/wait_fraction"]
-    names += ["environment/score_found", *phases]
-    run = recorded(tmp_path, {"reward/mean": 0.0, "time/step": 1.0, "eval/prompts": 3.0, **dict.fromkeys(names, 0.5)})
-    shown = {chart.metrics: chart for chart in charts([run])}
-    assert (shown[phases].section, shown[phases].kind) == ("sync", "stack")
-    assert {metrics[0]: (chart.section, chart.form) for metrics, chart in shown.items() if len(metrics) == 1} == {
-        "reward/mean": ("learning", "number"),
-        "lora/norm": ("more", "number"),
-        "reward/pass@2": ("learning", "percent"),
-        "memory/engine_rss_mib": ("speed", "count"),
-        "environment/score_found": ("episodes", "number"),
-        "environment/wait_fraction": ("episodes", "percent"),
-        "own/thing": ("more", "number"),
-    }
 
 
 def test_a_failed_run_and_an_empty_folder_have_a_report_too(tmp_path: Path) -> None:
@@ -232,22 +196,13 @@ def test_the_curves_of_long_runs_are_thinned() -> None:
 
 
 @pytest.mark.parametrize(
-    ("accuracy", "answer"),
-    [
-        ([0.3, 0.9], "Yes"),
-        ([0.3, 0.9, 0.4], "Yes, then it declined"),
-        ([0.5, 0.51], "Not visibly"),
-        ([0.5, 0.3], "No, it got worse"),
-        ([0.2, *[0.21] * 1000, 0.9, *[0.3] * 1000], "Yes, then it declined"),  # the curves of a long run are averages
-    ],
-)
-def test_learning_is_judged_by_every_held_out_accuracy(tmp_path: Path, accuracy: list[float], answer: str) -> None:
-    assert learning_check(recorded(tmp_path, *({"eval/accuracy": value} for value in accuracy))).answer == answer
-
-
-@pytest.mark.parametrize(
     ("mode", "metric", "values", "answer"),
     [
+        ("train", "eval/accuracy", [0.3, 0.9], "Yes"),
+        ("train", "eval/accuracy", [0.3, 0.9, 0.4], "Yes, then it declined"),
+        ("train", "eval/accuracy", [0.5, 0.51], "Not visibly"),
+        ("train", "eval/accuracy", [0.5, 0.3], "No, it got worse"),
+        ("train", "eval/accuracy", [0.2, *[0.21] * 1000, 0.9, *[0.3] * 1000], "Yes, then it declined"),  # not averages
         ("train", "reward/mean", [step / 10 for step in range(1, 11)], "Yes"),
         ("train", "reward/mean", [0.5] * 10, "Not visibly"),
         ("train", "reward/mean", [0.5] * 3, "Too early"),
@@ -255,7 +210,7 @@ def test_learning_is_judged_by_every_held_out_accuracy(tmp_path: Path, accuracy:
         ("sft", "loss/ce", [1.0] * 5, "Not visibly"),
     ],
 )
-def test_without_an_evaluation_learning_is_judged_by_the_reward_or_the_cross_entropy(
+def test_learning_is_judged_by_held_out_accuracies_else_by_the_reward_or_the_cross_entropy(
     mode: str, metric: str, values: list[float], answer: str, tmp_path: Path
 ) -> None:
     config = composed(f"mode={mode}", "eval.every=0")

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -16,7 +15,6 @@ import pytest
 from app.cluster.process_reaper import process_reaper
 from app.tracking.recorder import SAMPLES_EVERY, RunFolderRecorder
 from app.tracking.wandb import abandon
-from tests.runs import Run
 from tests.tracking.records import group, offline, record, warnings
 from tests.tracking.wandb_file import recorded
 from tests.waiting import until
@@ -146,30 +144,3 @@ def test_a_teardown_that_never_ends_does_not_block_the_end_of_a_run(monkeypatch:
     abandon()
     assert time.monotonic() - start < 30
     release.set()
-
-
-@pytest.mark.slow
-def test_a_run_and_its_resume_are_complete_to_the_last_evaluation(start: Callable[..., Run]) -> None:
-    settings = (
-        "tracking=wandb",
-        "tracking.offline=true",
-        "data.arithmetic.eval_problems=20",
-        "eval.before_train=false",
-    )
-    run = start("steps=2", "checkpoint.every=2", *settings)
-    assert run.wait() == 0, run.text
-    run = start("resume=auto", "steps=3", *settings)
-    assert run.wait() == 0, run.text
-    assert run.gone_within(15), run.processes()
-    assert "wandb" not in run.text
-
-    first, second = recorded(run.folder)
-    assert first.run_id == second.run_id
-    assert (sorted(first.history), sorted(second.history)) == ([1, 2], [3])
-    assert (first.exit_codes, second.exit_codes) == ([0], [0])
-    for row in run.metrics():
-        sent = (first.history | second.history)[row["step"]]
-        expected = {name: value for name, value in row.items() if "/" in name and value is not None}
-        assert {name: sent[name] for name in expected} == expected
-    assert "eval/accuracy" in first.history[2]
-    assert second.history[3]["samples/eval.nrows"] == 8

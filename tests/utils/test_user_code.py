@@ -45,9 +45,7 @@ def test_a_path_that_cannot_be_imported_is_named_with_the_reason_and_its_line(
     assert reason.format(**names) in str(failed.value)
 
 
-def test_a_function_is_returned_if_its_trial_finds_nothing_and_else_refused(
-    write: Callable[[str], str],
-) -> None:
+def test_a_function_is_returned_if_its_trial_finds_nothing_and_else_refused(write: Callable[[str], str]) -> None:
     path = f"{write('def own(limit): return limit')}.own"
     assert require("data._target_", path, "rows", lambda found: None)(3) == 3
     with refused("data._target_", path, "rows", "too few"):

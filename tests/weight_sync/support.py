@@ -53,12 +53,7 @@ class Weights:
 
 
 def make_trainer(
-    model: Path,
-    folder: Path,
-    *,
-    ranks: int = 1,
-    dtype: Dtype = Dtype.float32,
-    lora: LoraConfig | None = None,
+    model: Path, folder: Path, *, ranks: int = 1, dtype: Dtype = Dtype.float32, lora: LoraConfig | None = None
 ) -> Any:
     """Create Ray actors of real trainer ranks, not set up yet."""
     import ray

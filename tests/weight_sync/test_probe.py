@@ -1,7 +1,4 @@
-"""An engine that does not sample with the trainer's weights ends the run; rounding and lost engines do not.
-
-The last test is a run of real engines that keep transposed copies of their weights, as those on NPUs do.
-"""
+"""An engine that does not sample with the trainer's weights ends the run; rounding and lost engines do not."""
 
 import asyncio
 import re
@@ -17,12 +14,7 @@ from app.config.device import Dtype
 from app.config.weight_sync import Probe
 from app.errors import EngineLost, RunError
 from app.types import Completion, FinishReason, GroupRequest, TokenSequence, VersionSpan
-from app.weight_sync.probe import (
-    COMPLETIONS,
-    FIRST,
-    INTERVAL,
-    EngineProbe,
-)
+from app.weight_sync.probe import COMPLETIONS, FIRST, INTERVAL, EngineProbe
 from tests.rollout import caching_double
 from tests.runs import Run
 

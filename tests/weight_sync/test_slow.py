@@ -1,7 +1,4 @@
-"""Weight syncs between every shape of trainer and engines, with processes killed and stopped, and many in a row.
-
-Run with `-m slow`; a few minutes each on two cores.
-"""
+"""Weight syncs between every shape of trainer and engines, with processes killed and stopped, and many in a row."""
 
 import asyncio
 import contextlib
@@ -64,10 +61,7 @@ def killed(*actors: Any) -> Iterator[None]:
 async def test_two_ranks_push_the_same_bytes_into_every_shape_of_engines(
     name: str, dtype: Dtype, width: int, ray_session: None, tmp_path: Path
 ) -> None:
-    """width 1: two engines; width 2: one engine of two ranks. Both transports, and one trainer rank to two engines.
-
-    In bfloat16 deltas as well, which leave the bits of a full sync.
-    """
+    """width 1: two engines; width 2: one engine of two ranks. Both transports, and one trainer rank to two engines."""
     model = TINY_MODELS / name
     flags: dict[str, Any] = {"dtype": dtype.name, "tp_size": width, "disable_radix_cache": name == "tiny_qwen35"}
     engines = [make_engine(model, tmp_path, name=f"engine {i}", **flags) for i in range(2 // width)]

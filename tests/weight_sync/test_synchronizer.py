@@ -12,14 +12,7 @@ import pytest
 from app.config.weight_sync import Verify
 from app.types import SYNC_PHASES, Completion, InFlight
 from tests.rollout.support import largest_difference, noisy_model, transformers_logprobs
-from tests.weight_sync.support import (
-    TRANSPORTS,
-    checksum,
-    make_synchronizer,
-    request,
-    restore,
-    set_weights,
-)
+from tests.weight_sync.support import TRANSPORTS, checksum, make_synchronizer, request, restore, set_weights
 
 LARGEST_MIB = 0.05  # smaller than some tensors of the tiny model, larger than others
 
@@ -133,11 +126,7 @@ def versions_of(completion: Completion) -> tuple[int, ...]:
 async def caught(
     attempt: Callable[[int, float], Awaitable[list[Completion]]], wanted: Callable[[int], tuple[int, ...]]
 ) -> list[Completion]:
-    """Return the completions of an attempt that have the wanted versions.
-
-    `attempt` takes the version before the sync and the seconds until it. A busy machine starts sampling late, and a
-    fast one ends early: the seconds follow what the attempt before found.
-    """
+    """Return the completions of an attempt that have the wanted versions."""
     seconds = 0.1
     for old in range(10, 50, 2):
         completions = await attempt(old, seconds)

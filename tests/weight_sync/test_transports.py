@@ -13,8 +13,6 @@ from app.config.device import DeviceKind, Dtype
 from app.config.weight_sync import TransportKind, WeightSyncConfig, transport_of
 from app.device import device_of
 from app.errors import EngineError, SyncError
-from app.start.input_checks import own_code
-from app.start.inputs import CheckStage, RunInputs
 from app.trainer.throughput import StepProfiler
 from app.weight_sync.buckets import Bucket, ReadyBucket, TensorMeta
 from app.weight_sync.sender import Sender
@@ -139,19 +137,6 @@ class Own:
 
     sender = None
     route = ""
-
-
-@pytest.mark.parametrize(
-    ("target", "named"),
-    [
-        ("tests.weight_sync.test_transports.Own", "lacks connect, request_body, abort"),
-        ("tests.weight_sync.test_transports.Missing", "has no Missing"),
-    ],
-)
-def test_a_transport_of_ones_own_is_refused_before_anything_starts(target: str, named: str) -> None:
-    config = composed("placement=fully_async", f"weight_sync._target_={target}")
-    with refused("weight_sync._target_", target, named):
-        list(own_code(RunInputs(config, CheckStage.plan)))
 
 
 def test_a_transport_of_ones_own_replaces_the_named_one(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """How often a sync is compared with an export: until two comparisons have succeeded."""
 
-import doctest
 from collections.abc import Awaitable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +9,6 @@ import pytest
 
 from app.config.weight_sync import Verify
 from app.errors import SyncError
-from app.weight_sync import sender
 from app.weight_sync.sender import Sender
 from app.weight_sync.verify import EXPORT_CHECKS, Verifier
 
@@ -63,8 +61,3 @@ async def test_a_sync_that_failed_its_check_is_checked_again_however_often(tmp_p
     for _ in range(2 * EXPORT_CHECKS):
         await verify(verifier, engine)
     assert engine.exports == EXPORT_CHECKS
-
-
-def test_the_parts_that_no_sync_sends_are_found() -> None:
-    results = doctest.testmod(sender)
-    assert (results.attempted, results.failed) == (2, 0)

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 
 from tests.environment.pools import PATIENCE_S, Maker
-from tests.waiting import until
+from tests.waiting import alive, until
 
 HANGING = "class Env:\n    async def begin(self, task): __import__('time').sleep(1e6)\n    def step(self, reply): ..."
 ROOT = Path(__file__).parents[2]
@@ -56,16 +56,9 @@ def test_a_worker_dies_with_its_parent_and_ignores_its_ctrl_c(own: Maker, tmp_pa
         assert all(worker.is_running() for worker in workers)
 
         process.kill()
-        until(lambda: not any(map(_runs, workers)), PATIENCE_S)
+        until(lambda: not any(map(alive, workers)), PATIENCE_S)
     finally:
         process.kill()
         process.wait()
         assert process.stdout is not None
         process.stdout.close()
-
-
-def _runs(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False

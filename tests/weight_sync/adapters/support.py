@@ -45,12 +45,7 @@ async def set_adapters(trainer: Any, seed: int, size: float = SIZE) -> None:
 
 
 async def adapter_synchronizer(
-    trainer: Any,
-    engines: Sequence[Any],
-    *,
-    one_machine: bool = True,
-    tensor_parallel: int = 1,
-    timeout_s: float = 60.0,
+    trainer: Any, engines: Sequence[Any], *, one_machine: bool = True, tensor_parallel: int = 1, timeout_s: float = 60.0
 ) -> AdapterSynchronizer:
     synchronizer = AdapterSynchronizer(
         trainer,

@@ -19,11 +19,7 @@ from tests.compose import composed
 from tests.rollout.adapters import adapter_engine, logprobs_differ, merged
 from tests.rollout.support import HOT, in_flight, request, without_end
 from tests.waiting import until
-from tests.weight_sync.adapters.support import (
-    adapter_synchronizer,
-    adapter_trainer,
-    set_adapters,
-)
+from tests.weight_sync.adapters.support import adapter_synchronizer, adapter_trainer, set_adapters
 
 ROUNDING = 5e-5
 ROUNDING_QWEN35 = 5e-5
