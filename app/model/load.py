@@ -50,6 +50,7 @@ KEPT: dict[Checkpointing, tuple[str, ...]] = {
     Checkpointing.matmuls: (*ATTENTION, "aten.mm.", "aten.addmm.", "aten.linear."),
     Checkpointing.attention: ATTENTION,
     Checkpointing.all: (),
+    Checkpointing.auto: (),
 }
 Owners = list[tuple[nn.Module, str]]  # (module, name of the parameter in it)
 
@@ -74,7 +75,7 @@ def load(
         param_dtype: Dtype of the parameters. With adapters, those of the base have the compute dtype instead.
         compute_dtype: Dtype of the computation; gradients are reduced in float32. Requires a mesh.
         kernels: How the policy computes on its device.
-        activation_checkpointing: What the backward pass recomputes, decided: not `auto`.
+        activation_checkpointing: What the backward pass recomputes; `auto`, which the plan decides for a run, is `all`.
         lora: Adapters to train in place of all weights, and those to start from; None, or a rank of 0: none.
         seed: Of the adapters' initial values.
 
