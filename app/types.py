@@ -222,7 +222,6 @@ class Trajectory:
 
     @property
     def sequences(self) -> tuple[TokenSequence, ...]:
-        """The sequences that are trained on."""
         return self.episode.sequences if self.episode else (TokenSequence.of(self.prompt, self.completion),)
 
     def with_teacher(self, logprobs: Sequence[np.ndarray]) -> "Trajectory":
@@ -245,7 +244,6 @@ class Trajectory:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of all sequences."""
         if self.episode is None:
             return len(self.prompt.token_ids) + len(self.completion.token_ids)
         return sum(len(sequence.token_ids) for sequence in self.episode.sequences)
@@ -257,7 +255,6 @@ class Trajectory:
 
     @property
     def sampled_tokens(self) -> int:
-        """Number of tokens that an engine sampled."""
         if self.episode is None:
             return len(self.completion.token_ids)
         return sum(len(sequence.logprobs) for sequence in self.episode.sequences)
@@ -357,7 +354,6 @@ class SyncReport:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The report under its metric names."""
         metrics = {f"sync/{phase}_seconds": seconds for phase, seconds in self.seconds.items()}
         if self.changed_fraction is not None:
             metrics["sync/changed_fraction"] = self.changed_fraction

@@ -30,17 +30,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from app.checkpoint.folder import (
-    ASIDE,
-    BEST,
-    FOLDER,
-    LATEST,
-    ResumePoint,
-    complete,
-    intact,
-    newest_intact,
-    step_of,
-)
+from app.checkpoint.folder import ASIDE, BEST, FOLDER, LATEST, ResumePoint, complete, intact, newest_intact, step_of
 from app.checkpoint.run_state import RunState, read_state, set_accuracy, write_state
 from app.errors import CheckpointError, ConfigError
 from app.protocols import Trainer

@@ -100,8 +100,7 @@ class AlgorithmConfig:
         noun=f"one of {', '.join(ADVANTAGES)}, {OWN}.my_advantage",
     )
     normalize_by_std: bool = setting(
-        True,
-        "With algorithm.advantage=grpo, divide by the standard deviation of the rewards; Dr. GRPO does not.",
+        True, "With algorithm.advantage=grpo, divide by the standard deviation of the rewards; Dr. GRPO does not."
     )
     reward_coefficient: float = setting(
         1.0, "Weight of the advantages from rewards; 0 learns from the teacher alone.", at_least=0
@@ -181,7 +180,6 @@ class AlgorithmConfig:
 
     @property
     def own(self) -> list[str]:
-        """Functions of the user's own, by their paths."""
         return [path for path in (self.advantage, self.objective) if path not in (*ADVANTAGES, *OBJECTIVES)]
 
     @property
@@ -191,12 +189,10 @@ class AlgorithmConfig:
 
     @property
     def prompts_per_update(self) -> int:
-        """Prompts of one optimizer update."""
         return self.prompts_per_step // self.updates_per_step
 
     @property
     def trajectories_per_step(self) -> int:
-        """Trajectories of one step."""
         return self.prompts_per_step * self.group_size
 
     def correction_bounds(self, correction: Correction) -> tuple[float, float]:
@@ -214,7 +210,6 @@ class AlgorithmConfig:
 
     @property
     def needs_reference(self) -> bool:
-        """Whether a frozen reference policy is loaded for the KL penalty."""
         return self.kl is not Kl.none
 
     @property
@@ -227,7 +222,6 @@ class AlgorithmConfig:
         return round(self.overlong_buffer_fraction * max_completion_tokens)
 
     def validate(self) -> None:
-        """Raise `ConfigError` for settings that contradict each other."""
         for key, built_in in (("advantage", ADVANTAGES), ("objective", OBJECTIVES)):
             value = getattr(self, key)
             known = value in built_in or is_dotted_path(value)

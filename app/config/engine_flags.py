@@ -47,12 +47,9 @@ REFUSED_TO_SCORE = {"speculative-algorithm": "null: a teacher samples nothing"}
 
 
 def check_engine_flags(key: str, flags: Mapping[str, Any], device: DeviceKind, *, scores: bool = False) -> None:
-    """Raise `ConfigError` for the first flag that is not accepted.
+    """Raise `ConfigError` for the first flag of `key` that is not accepted. None and False leave a flag out.
 
-    Args:
-        key: The setting: "rollout.engine_args".
-        flags: Its entries. None and False leave a flag out.
-        scores: Whether they only score given tokens, with weights of their own.
+    `scores`: the engine only scores given tokens, with weights of its own.
     """
     refused = REFUSED_TO_SCORE if scores else REFUSED | (REFUSED_ON_CPU if device is DeviceKind.cpu else {})
     refused = refused | OWNED

@@ -47,16 +47,13 @@ class PlacementConfig:
 
     @property
     def trainer_ranks(self) -> int:
-        """Number of trainer ranks, one per device."""
         return self.devices if self.kind is PlacementKind.colocate else self.trainer_devices
 
     @property
     def engine_devices(self) -> int:
-        """Devices of all engines together."""
         return self.devices if self.kind is PlacementKind.colocate else self.rollout_devices
 
     def validate(self) -> None:
-        """Raise `ConfigError` for staleness or requests in flight that the placement cannot have."""
         fresh = self.max_staleness == 0
         possible = fresh or self.kind is not PlacementKind.colocate
         accepted = "0 with placement=colocate, which is always on-policy"

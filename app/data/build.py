@@ -159,7 +159,6 @@ class PromptData:
 
     @property
     def all(self) -> list[Prompt]:
-        """The prompts of all sets."""
         return [*self.train.prompts, *(prompt for prompts in self.evals.values() for prompt in prompts)]
 
 

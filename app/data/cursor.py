@@ -145,7 +145,6 @@ class PromptCursor(Iterator[Prompt]):
         return prompt
 
     def take(self, count: int) -> list[Prompt]:
-        """Dispatch the next `count` prompts."""
         return [next(self) for _ in range(count)]
 
     def prompt(self, prompt_id: str) -> Prompt:

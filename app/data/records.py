@@ -100,7 +100,6 @@ def _matches(path: str, key: str) -> list[str]:
 
 
 def _file(file: Path, key: str) -> Records:
-    """Read a file in the format that the end of its name says."""
     ending = next((each for each in ENDINGS if file.name.lower().endswith(each)), "")
     if not ending:
         raise ConfigError(key, str(file), f"a file that ends in {', '.join(ENDINGS)}, or the id of a hub data set")

@@ -124,10 +124,7 @@ class TrainingRun:
         self.workers = workers
         self.schedule = schedule or CONTROLLERS[config.placement.kind]
         self.checkpoints = CheckpointManager(
-            folder,
-            config.checkpoint.keep,
-            keep_best=config.checkpoint.keep_best,
-            timeout_s=config.trainer.timeout_s,
+            folder, config.checkpoint.keep, keep_best=config.checkpoint.keep_best, timeout_s=config.trainer.timeout_s
         )
         self.restarts = 0
         self._failures = 0  # of the trainer, since the run reached the step `_furthest`
@@ -264,11 +261,7 @@ class TrainingRun:
         config = self.config
         workers = self.workers
         time_sharing = TimeSharing(
-            config.offload,
-            trainer_workers.trainer,
-            workers.pool,
-            workers.supervisor,
-            adapters=config.serves_adapters,
+            config.offload, trainer_workers.trainer, workers.pool, workers.supervisor, adapters=config.serves_adapters
         )
         colocate = config.placement.kind is PlacementKind.colocate
         weight_sync = RetryingWeightSync(

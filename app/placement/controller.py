@@ -100,7 +100,6 @@ class PlacementController(ABC):
     # --- within a step
 
     def score(self, group: Group) -> ScoredGroup:
-        """Compute the advantages of a group."""
         return score(group, self.config.algorithm, max_completion_tokens=self.config.rollout.max_completion_tokens)
 
     def require_groups(self, groups: int, counts: RolloutCounts) -> None:
@@ -254,7 +253,6 @@ class PlacementController(ABC):
 
     @property
     def _accuracy_now(self) -> float | None:
-        """The accuracy of this version; None if it was not evaluated."""
         return self.accuracy if self._evaluated == self.version else None
 
     async def save(self) -> None:
@@ -296,7 +294,6 @@ class PlacementController(ABC):
         return *self.context.rollouter.progress, self.context.trainer.calls
 
     def describe(self) -> str:
-        """Describe what the run is waiting for, in one line."""
         return f"step {self.version + 1}, phase {self.current_phase}: {self.context.rollouter.describe()}"
 
 

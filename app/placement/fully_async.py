@@ -117,5 +117,4 @@ class FullyAsync(PlacementController):
         return {"step": train + sync, "generate": generate, "wait": wait, "train": train - wait, "sync": sync}
 
     def describe(self) -> str:
-        """Describe what the run is waiting for, in one line."""
         return f"{super().describe()}; {self.producer.describe()}"

@@ -118,7 +118,6 @@ class Producer:
         return counts
 
     def describe(self) -> str:
-        """Describe the buffer and the admission, in one line."""
         return (
             f"{len(self.buffer)} groups in the buffer, capacity for {self.staleness.capacity} more, "
             f"dispatch {'open' if self.staleness.dispatch_open else 'paused'}"

@@ -38,11 +38,7 @@ class EngineSupervisor:
     """
 
     def __init__(
-        self,
-        config: RunConfig,
-        pool: EnginePool,
-        make: Callable[[int], RolloutEngine],
-        warn: Callable[[str], None],
+        self, config: RunConfig, pool: EnginePool, make: Callable[[int], RolloutEngine], warn: Callable[[str], None]
     ) -> None:
         self.config = config
         self.pool = pool

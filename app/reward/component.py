@@ -236,7 +236,6 @@ def _of_solution(reward: Any, args: Mapping[str, Any]) -> Callable[[Trajectory],
 
 
 def _accepted(reward: Any) -> Callable[[str], bool]:
-    """Return whether a callable takes a keyword."""
     parameters = inspect.signature(reward).parameters.values()
     takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
     named = {each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}

@@ -43,7 +43,6 @@ def _boxed(text: str) -> str | None:
 
 
 def _after_hashes(text: str) -> str | None:
-    """Return the rest of the line after the last `####`."""
     _, mark, rest = text.rpartition(HASHES)
     if not mark:
         return None

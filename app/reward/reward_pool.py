@@ -88,10 +88,7 @@ class RewardPool(WorkerPool):
 
         late = f"no result for {len(trajectories)} completion(s) within {timeout_s:g} s, see reward.timeout_s"
         loop = asyncio.get_running_loop()
-        timers = [
-            loop.call_later(slow_after_s, on_slow),
-            loop.call_later(timeout_s, job.kill, "late", late),
-        ]
+        timers = [loop.call_later(slow_after_s, on_slow), loop.call_later(timeout_s, job.kill, "late", late)]
         try:
             message = await job.next()
         finally:

@@ -156,12 +156,7 @@ class Rollouter:
         return f"{len(in_flight)} groups in flight{shown}, {self.pool.describe()}"
 
     async def _single_turns(
-        self,
-        prompt: Prompt,
-        size: int,
-        sampling: Sampling,
-        version: Callable[[], int],
-        on_sent: Callable[[], None],
+        self, prompt: Prompt, size: int, sampling: Sampling, version: Callable[[], int], on_sent: Callable[[], None]
     ) -> list[Trajectory]:
         def send_version() -> int:
             on_sent()

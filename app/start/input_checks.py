@@ -60,7 +60,6 @@ class DiskPlan:
 
     @property
     def bytes(self) -> int:
-        """All of it."""
         return self.checkpoints * self.checkpoint + self.export
 
 

@@ -109,7 +109,6 @@ class RunInputs:
 
     @cached_property
     def chat_template(self) -> str | None:
-        """Text of `model.chat_template`."""
         return own_template(self.config.model)
 
     @cached_property
@@ -142,7 +141,6 @@ class RunInputs:
 
     @cached_property
     def demonstrations(self) -> "DemonstrationStream":
-        """The rows of `data.demonstrations`."""
         from app.data.demonstrations import DemonstrationStream
 
         config = self.config

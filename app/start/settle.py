@@ -35,7 +35,6 @@ class Job:
 
     @property
     def folder(self) -> Path:
-        """The folder of the run."""
         return self.resumption.folder
 
 

@@ -123,11 +123,7 @@ class RunFolderRecorder:
         self._try(timeline.NAME, partial(self.timeline.write_if_due, self.folder))
 
     def log_eval(
-        self,
-        step: int,
-        results: Mapping[str, Metrics],
-        groups: Sequence[Group] = (),
-        decode: Decode | None = None,
+        self, step: int, results: Mapping[str, Metrics], groups: Sequence[Group] = (), decode: Decode | None = None
     ) -> None:
         """Record an evaluation; its metrics join the step's line.
 

@@ -272,6 +272,5 @@ def _calls(calls: Any, number: int, required: Mapping[str, Sequence[str]] | None
 
 
 def _required(tools: Sequence[Mapping[str, Any]]) -> dict[str, Sequence[str]]:
-    """Return the arguments that tools require, by name."""
     functions = [tool.get("function") or tool for tool in tools]
     return {str(each.get("name")): (each.get("parameters") or {}).get("required") or () for each in functions}

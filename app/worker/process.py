@@ -59,7 +59,6 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int | None:
-        """Process id; None before the start."""
         return None if self._process is None else self._process.pid
 
     def start(self) -> socket.socket:

@@ -20,14 +20,7 @@ from functools import partial
 from http.client import HTTPException
 from typing import Any
 
-from app.environment.openenv.ws_session import (
-    ActionError,
-    Observation,
-    Server,
-    Session,
-    open_session,
-    read_action,
-)
+from app.environment.openenv.ws_session import ActionError, Observation, Server, Session, open_session, read_action
 from app.environment.protocol import EpisodeOver, Message, Policy, Reply, Task, Tool
 from app.environment.rendering import PLAIN, renderer_for
 from app.utils.user_code import LoadError
@@ -126,7 +119,6 @@ def _messages(reply: Reply, observation: Observation) -> list[Message]:
 
 
 def _http_url(url: object) -> str:
-    """The URL of the server's HTTP side."""
     text = str(url or "").rstrip("/").removesuffix("/ws")
     scheme, found, rest = text.partition("://")
     if not found or not rest or scheme not in ("ws", "wss", "http", "https"):

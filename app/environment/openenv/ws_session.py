@@ -174,7 +174,6 @@ def read_action(reply: Reply, schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _unfenced(text: str) -> str:
-    """The text in a Markdown fence, if it is in one."""
     text = text.strip()
     if text.startswith("```") and text.endswith("```"):
         return text.removesuffix("```").partition("\n")[2]

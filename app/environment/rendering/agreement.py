@@ -40,11 +40,7 @@ def first_difference(renderer: ChatRenderer, tokenizer: Any, variables: Mapping[
     def expected(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> list[int] | None:
         try:
             text = tokenizer.apply_chat_template(
-                list(messages),
-                tools=tools,
-                tokenize=False,
-                add_generation_prompt=True,
-                **variables,
+                list(messages), tools=tools, tokenize=False, add_generation_prompt=True, **variables
             )
         except Exception:  # the template is a program of the model's
             return None

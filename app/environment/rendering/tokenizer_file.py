@@ -64,7 +64,6 @@ class TokenizerFile:
         return ids
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = False) -> str:
-        """Return the text of `token_ids`."""
         text: str = self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
 
@@ -74,7 +73,6 @@ class TokenizerFile:
         return ControlTokens.of(self.backend.get_added_tokens_decoder(), self.encode, self.decode)
 
     def convert_tokens_to_ids(self, token: str) -> int | None:
-        """Return a token's id, or None if the vocabulary lacks it."""
         index: int | None = self.backend.token_to_id(token)
         return index
 

@@ -212,7 +212,6 @@ def _with_our_limits(config: Any, args: Mapping[str, Any], max_turns: int) -> An
 
 
 def _error_of(episode: Any) -> str:
-    """Return what went wrong in an episode, in one line."""
     errors = [*episode.errors, *(trace.last_error for trace in episode.traces if trace.last_error)]
     if not errors:
         return "verifiers reports no error and no result"

@@ -30,7 +30,6 @@ class Calls:
 
     @property
     def busy(self) -> bool:
-        """Whether a synchronous method runs."""
         return self._last is not None and not self._last.done()
 
     async def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -65,7 +64,6 @@ class Calls:
         self._last = None
 
     def end(self) -> None:
-        """Let the thread end after what it runs."""
         if self._thread is not None:
             self._thread.shutdown(wait=False)
             self._thread = None
@@ -98,7 +96,6 @@ class Clock:
         self._requests = 0  # in flight; while there are any, the episode waits
 
     def begin(self, step: str) -> None:
-        """Begin a segment of its own."""
         self._before = self.seconds
         self._since = time.monotonic()
         self.step = step

@@ -90,7 +90,6 @@ class Episode:
         self._aborted.set()
 
     async def play(self) -> End | Failed | Closed:
-        """Run the episode to its end."""
         if self._aborted.is_set():
             return Closed(self.number)
         running = asyncio.ensure_future(self._run())

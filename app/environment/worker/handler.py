@@ -122,7 +122,6 @@ class EnvironmentHandler:
         self._lines.send(outcome)
 
     def _endpoint(self) -> Any:
-        """Return the HTTP server of this worker's episodes."""
         if self._server is None:
             self._server = importlib.import_module(ENDPOINT).Endpoint(asyncio.get_running_loop(), log)
         return self._server

@@ -245,7 +245,6 @@ class Transcript:
         self._add(str(last.get("role")), str(last.get("content") or ""), tokens, seconds)
 
     def add_reply(self, reply: Reply, seconds: float) -> None:
-        """Add what the policy replied. `seconds`: of the engine."""
         self._add("assistant", readable(reply), len(reply.token_ids), seconds)
 
     def _add(self, role: str, text: str, tokens: int, seconds: float) -> None:

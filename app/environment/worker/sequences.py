@@ -150,7 +150,6 @@ class EpisodeSequences:
         return Continuation(len(self.all), [*before, *following], len(following))
 
     def _without_excess(self, messages: Sequence[Message]) -> list[Message]:
-        """Cut observations that have too many tokens."""
         cut: list[Message] = []
         for message in messages:
             content = message.get("content")

@@ -75,7 +75,6 @@ class Comparison:
 
     @property
     def passed(self) -> bool:
-        """Whether the error is within its bound."""
         return math.isfinite(self.error) and self.error <= self.bound
 
 

@@ -68,13 +68,11 @@ class StderrRecorder:
     timeline: Timeline = field(default_factory=Timeline)
 
     def status(self, text: str) -> None:
-        """Show what the run is doing."""
         sys.stderr.write(f"{text} …\n")
 
     warn = status
 
     def note(self, text: str, facts: Mapping[str, str | int] | None = None) -> None:
-        """Show something to know about the run; there is no summary for the facts."""
         self.status(text)
 
 

@@ -32,7 +32,6 @@ class SampledSequence:
 
     @property
     def response_tokens(self) -> int:
-        """Tokens after the opening."""
         return self.tokens - self.opening_tokens
 
     @property

@@ -40,7 +40,6 @@ class RunData:
     samples: list[Mapping[str, Any]]  # step, rows
 
     def values(self, name: str) -> list[float]:
-        """Return the measured values of a metric, in step order."""
         return [value for row in self.rows if (value := row.get(name)) is not None]
 
     @property

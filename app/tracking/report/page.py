@@ -138,7 +138,6 @@ def _comparison(comparison: Comparison) -> str:
 
 
 def _details(run: RunData) -> list[str]:
-    """Return the cells of `DETAILS`."""
     speeds = (("time/step", seconds), ("throughput/completion_tokens_per_second", count))
     medians = [form(median_high(values)) if (values := run.values(name)) else MISSING for name, form in speeds]
     learned, _, healthy = health_checks(run)

@@ -84,6 +84,5 @@ def set_later_aside(folder: Path, step: int) -> Path | None:
 
 
 def _next_aside(folder: Path) -> Path:
-    """Return the first unused name."""
     used = [int(path.name.removeprefix(ASIDE)) for path in folder.glob(f"{ASIDE}*") if is_aside(Path(path.name))]
     return folder / f"{ASIDE}{max(used, default=0) + 1}"

@@ -72,7 +72,6 @@ class Timeline:
         self._spans.append(Span(track, name, start, max(start, end), args or {}))
 
     def write(self, folder: Path) -> None:
-        """Replace `timeline.json` in the run folder."""
         spans = sorted(self._spans, key=lambda span: (span.start, -span.end))
         zero = spans[0].start if spans else self.now()
         content = {
