@@ -40,11 +40,7 @@ class DriverPath(JobConfig):
 
 
 async def connect(config: RunConfig, device: Device) -> None:
-    """Start a local Ray, or join the cluster at `cluster.address`. Can be cancelled while it waits for the head.
-
-    Raises:
-        RunError: Ray does not start, or the cluster cannot be joined.
-    """
+    """Start a local Ray, or join `cluster.address`. Can be cancelled. Raises `RunError` if that fails."""
     os.environ |= {
         # Ray runs its workers at low priority by default, but ranks and engines are not background work.
         "RAY_worker_niceness": "0",

@@ -26,14 +26,7 @@ from app.utils.chat_messages import FIELDS, MARK, ControlTokens, Message, encode
 
 
 def encode(members: Sequence[Row], config: DataConfig, tokenizer: Any) -> list[np.ndarray]:
-    """Encode the prompt of every row: [P] int32 each.
-
-    Args:
-        members: Rows, without prefix and suffix.
-
-    Raises:
-        ConfigError: If the chat template is missing or rejects the messages.
-    """
+    """Encode the prompt of every row: [P] int32 each. Raises `ConfigError` if the chat template does not fit."""
     if not members:
         return []
 
@@ -78,11 +71,7 @@ def check_template(members: Sequence[Row], config: DataConfig) -> None:
 
 
 def conversation(row: Row, config: DataConfig) -> tuple[Message, ...]:
-    """Return the framed messages of a row whose question is a conversation; none for any other row.
-
-    Raises:
-        ConfigError: They have a system message, and `data.system` is another.
-    """
+    """Return the framed messages of a row, if it has some. Raises `ConfigError` if two system messages would meet."""
     if config.system is not None and any(message["role"] in ("system", "developer") for message in row.messages):
         accepted = f"null where messages have one of their own, as those of row {row.index + 1} of {row.source}"
         raise ConfigError("data.system", config.system, accepted)
@@ -108,11 +97,7 @@ class Renderer:
     name: str  # of the row, in errors
 
     def text(self, messages: Sequence[Message], *, reply: bool = True) -> str:
-        """Render messages; `reply` opens the policy's reply, where it begins to sample.
-
-        Raises:
-            ConfigError: If the template rejects the messages.
-        """
+        """Render messages; `reply` opens the policy's reply. Raises `ConfigError` if the template rejects them."""
         config = self.config
         variables = {"enable_thinking": config.thinking, **config.chat_template_kwargs, **self.template_kwargs}
         try:

@@ -237,11 +237,7 @@ class RowReader:
         return [*skipped, *unused]
 
     def read(self, row_set: RowSet, tasks: Tasks = ()) -> list[Row]:
-        """Read the rows of one set.
-
-        Raises:
-            ConfigError: A row is broken and none may be skipped any more, or there are no rows.
-        """
+        """Read the rows of one set. Raises `ConfigError` if too many are broken, or there are none."""
         skipped_before = self.skipped
         rows = list(self._rows(row_set, tasks))
         if not rows:

@@ -58,11 +58,7 @@ def make(settings: Mapping[str, Any]) -> Callable[[], Any]:
 
 
 def check_methods(environment: Any) -> None:
-    """Check an environment, or its class.
-
-    Raises:
-        LoadError: Methods are missing or take other arguments.
-    """
+    """Check an environment, or its class. Raises `LoadError` if methods are missing or take other arguments."""
     if not (hasattr(environment, "run") or (hasattr(environment, "begin") and hasattr(environment, "step"))):
         raise LoadError(f"it is no environment: {SHAPE}")
 
@@ -112,11 +108,7 @@ class WrongValue(Exception):
 
 
 def messages_of(value: Any, method: str) -> list[Message] | None:
-    """Return what `begin` or `step` returned as messages; None stays None.
-
-    Raises:
-        WrongValue: It is something else.
-    """
+    """Return what `begin` or `step` returned as messages, None as None. Raises `WrongValue` for anything else."""
     if value is None:
         return None
     if isinstance(value, str):
@@ -148,11 +140,7 @@ def short(value: Any) -> str:
 
 
 def scores_of(value: Any) -> dict[str, float]:
-    """Return what `run` or `score` returned as numbers by name; None gives none.
-
-    Raises:
-        WrongValue: It is something else, or a number is not finite.
-    """
+    """Return what `run` or `score` returned as finite numbers by name, none for None. Raises `WrongValue` otherwise."""
     if value is None:
         return {}
     if isinstance(value, Mapping) and all(isinstance(name, str) for name in value):

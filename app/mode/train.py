@@ -213,11 +213,7 @@ class TrainingRun:
         return identity(inputs.model_path, self.config.model.lora, inputs.chat_template)
 
     async def find_resume_point(self) -> ResumePoint | None:
-        """Return the checkpoint to continue from, checked against its checksums and this model; None to start anew.
-
-        Raises:
-            CheckpointError: A checkpoint that was named is damaged, all are, or it is of another model.
-        """
+        """Return the verified checkpoint to continue from, or None. Raises `CheckpointError` if none is intact."""
         given = _named(self.config.resume) if self.restarts == 0 else None
         if given is not None or self.checkpoints.folder.is_dir():
             self.recorder.status("comparing the checkpoint with its checksums")

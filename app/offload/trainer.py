@@ -50,11 +50,7 @@ class Offload:
         self._copies: dict[TrainerMemory, HostCopy] = {}
 
     def offload(self, region: TrainerMemory) -> None:
-        """Move a region to host memory and free it on the device.
-
-        Raises:
-            TrainerError: The region is offloaded already, or a step is open.
-        """
+        """Move a region to host memory. Raises `TrainerError` if it is there already, or a step is open."""
         if region in self.rank.offloaded:
             raise TrainerError(f"trainer rank {self.rank.rank}: {region.name} is offloaded already")
         if self.rank.step.open:
@@ -66,11 +62,7 @@ class Offload:
         self.rank.offloaded.add(region)
 
     def onload(self, region: TrainerMemory) -> None:
-        """Move a region back to the device. Idempotent.
-
-        Raises:
-            TrainerError: The device did not have enough free memory in time.
-        """
+        """Move a region back to the device. Idempotent. Raises `TrainerError` if memory does not get free in time."""
         if region not in self.rank.offloaded:
             return
         if self.moves:

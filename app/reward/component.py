@@ -96,11 +96,7 @@ class RewardComponent:
         return timeout_s + KILL_MARGIN_S if self.args else min(timeout_s, BUILT_IN_TIMEOUT_S)
 
     def load(self) -> RewardFunction:
-        """Import the target. A class is instantiated with `args`; a function receives them on each call.
-
-        Raises:
-            LoadError: The target cannot be imported, constructed, or called with trajectories.
-        """
+        """Import the target: a class is made with `args`, a function gets them on each call. Raises `LoadError`."""
         target = resolve(self.target)
         try:
             if inspect.isclass(target):

@@ -74,11 +74,7 @@ class RewardPool(WorkerPool):
     async def call(
         self, trajectories: Sequence[Trajectory], timeout_s: float, slow_after_s: float, on_slow: Callable[[], None]
     ) -> Outcome:
-        """Score these trajectories once, within `timeout_s` seconds; call `on_slow` when it takes `slow_after_s`.
-
-        Raises:
-            RunError: As `score`.
-        """
+        """Score trajectories once, within `timeout_s`; call `on_slow` after `slow_after_s`. Raises as `score`."""
         try:
             job = await self.begin_job(pickled(trajectories))
         except RunError:

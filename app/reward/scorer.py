@@ -87,11 +87,7 @@ class Scorer:
         ]
 
     async def start(self) -> None:
-        """Start all workers in the background. Wait only for custom rewards, which may fail to load.
-
-        Raises:
-            ConfigError: A custom reward cannot be loaded.
-        """
+        """Start all workers in the background, but wait for custom rewards: `ConfigError` if one cannot be loaded."""
         starts = [(pool.component, pool.start_workers()) for pool in self.pools]
         for component, workers in starts:
             if component.key is None:

@@ -119,11 +119,7 @@ def require_environment(config: RunConfig, model_path: Path) -> Sequence[Mapping
 
 @asynccontextmanager
 async def tried_pool(config: RunConfig, model_path: Path) -> AsyncIterator[EnvironmentPool]:
-    """Yield a pool of one worker, which writes no log that stays.
-
-    Raises:
-        ConfigError: The environment or its renderer cannot be loaded.
-    """
+    """Yield a pool of one worker, without a log that stays. Raises `ConfigError` if it cannot load the environment."""
     with tempfile.TemporaryDirectory(prefix="environment-") as folder:
         log = Path(folder) / LOG
         spec = worker_spec(config, model_path, tried=True)

@@ -61,11 +61,7 @@ class FailureWindow:
             self._warn(f"{subject} failed{times}: {self.last}. {self._consequence}")
 
     def count(self, failure: str | None) -> None:
-        """Count a unit: why it failed, or None.
-
-        Raises:
-            RunError: The window now has more failures than allowed.
-        """
+        """Count a unit: why it failed, or None. Raises `RunError` if the window has more failures than allowed."""
         self.total += 1
         self._window_total += 1
         if failure is not None:

@@ -69,11 +69,7 @@ class WorkerPool:
         return {**self.failures, "restarts": self.restarts}
 
     async def begin_job(self, payload: Any) -> Job:
-        """Begin a job in the least busy worker; waits for a free slot.
-
-        Raises:
-            RunError: The pool is closed, or a worker could not be replaced.
-        """
+        """Begin a job in the least busy worker, once one has room. Raises `RunError` if the pool is closed."""
         queue = self._waiting.append
         while (worker := self._free()) is None:
             while self._ended:

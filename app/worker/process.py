@@ -62,11 +62,7 @@ class WorkerProcess:
         return None if self._process is None else self._process.pid
 
     def start(self) -> socket.socket:
-        """Start the process and return our end of its pipe.
-
-        Raises:
-            OSError: The interpreter cannot be run, or no descriptor or memory is left.
-        """
+        """Start the process and return our end of the pipe. Raises `OSError` without an interpreter or memory."""
         ours, its = socket.socketpair()
         with its:
             try:

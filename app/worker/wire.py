@@ -116,11 +116,7 @@ class Codec:
         return json.dumps(values, separators=(",", ":"), default=_plain).encode() + b"\n"
 
     def decode(self, line: bytes) -> Any:
-        """Inverse of `encode`.
-
-        Raises:
-            WireError: The line is not a message.
-        """
+        """Inverse of `encode`. Raises `WireError` if the line is not a message."""
         try:
             values = json.loads(line)
             name = next(iter(values))

@@ -69,11 +69,7 @@ class OpenEnv:
         self._reset = reset
 
     async def run(self, task: Task, policy: Policy) -> dict[str, float]:
-        """Play the episode; return the sum of its rewards, and the last one.
-
-        Raises:
-            EnvironmentFailed: The server fails, is gone, or has no free session for too long.
-        """
+        """Play the episode; return its sum of rewards, and the last. Raises `EnvironmentFailed` if the server fails."""
         reset = {"seed": task.seed, **task.row, **self._reset}
         async with open_session(self._server, reset) as (session, observation):
             rewards = [observation.reward]
@@ -127,11 +123,7 @@ def _http_url(url: object) -> str:
 
 
 def _action_schema(url: str, shown: str) -> dict[str, Any]:
-    """Return the schema of a server's actions, without what every action has. `shown`: its URL as it was written.
-
-    Raises:
-        LoadError: It does not answer, or is another kind of server.
-    """
+    """Return the schema of a server's actions. `shown`: its URL as written. Raises `LoadError` for others."""
     try:
         with urllib.request.urlopen(f"{url}/schema", timeout=SCHEMA_S) as answer:
             schema: dict[str, Any] = dict(json.load(answer)["action"])

@@ -144,11 +144,7 @@ class ActionError(Exception):
 
 
 def read_action(reply: Reply, schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the action in a reply.
-
-    Raises:
-        ActionError: There is none that fits the schema.
-    """
+    """Return the action in a reply. Raises `ActionError` if there is none that fits the schema."""
     if len(reply.tool_calls) > 1:
         raise ActionError("there were several calls; act once")
     if reply.tool_calls:

@@ -69,11 +69,7 @@ class ChatRenderer:
         template: str | None,
         variables: Mapping[str, Any] | None = None,
     ) -> None:
-        """Load the tokenizer and the template.
-
-        Raises:
-            ValueError: One of them cannot be read, or no token that ends a reply follows it in the template.
-        """
+        """Load tokenizer and template. Raises `ValueError` if one cannot be read, or no stop token follows a reply."""
         self.tokenizer = TokenizerFile(folder)
         self._template = ChatTemplate(folder, template, {"enable_thinking": enable_thinking, **(variables or {})})
         self._control = self.tokenizer.control_tokens
@@ -181,11 +177,7 @@ class ChatRenderer:
         )
 
     def after_reply(self, messages: Sequence[Message], tools: Tools | None) -> tuple[int, list[int]]:
-        """Return the token that ends a reply before these messages, and the tokens after it.
-
-        Raises:
-            ValueError: The template rejects the messages, leaves out the reply, or does not end it.
-        """
+        """Return the token that ends a reply, and the tokens after it. Raises `ValueError` if the template has none."""
         whole = self._template.render([QUESTION, ANSWER, *self._control.marked(messages)], tools)
         tail = encode_marked(whole.partition(MADE_UP)[2], self.tokenizer.encode)
         end = next((at for at, token in enumerate(tail) if token in self.tokenizer.stop_ids), len(tail))

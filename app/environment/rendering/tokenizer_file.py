@@ -11,11 +11,7 @@ from app.utils.chat_messages import ControlTokens
 
 
 def import_package(name: str) -> Any:
-    """Import a package of the worker's interpreter.
-
-    Raises:
-        ValueError: It is missing; the sentence names the interpreter.
-    """
+    """Import a package of the worker's interpreter. Raises `ValueError`, which names the interpreter."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -37,11 +33,7 @@ class TokenizerFile:
     unk_token_id: int | None = None  # `convert_tokens_to_ids` returns None for what is missing
 
     def __init__(self, folder: Path) -> None:
-        """Load a tokenizer.
-
-        Raises:
-            ValueError: There is no readable `tokenizer.json`, or `tokenizers` is missing.
-        """
+        """Load a tokenizer. Raises `ValueError` if `tokenizer.json` cannot be read, or `tokenizers` is missing."""
         tokenizers = import_package("tokenizers")
         path = folder / "tokenizer.json"
         if not path.is_file():

@@ -220,11 +220,7 @@ def _error_of(episode: Any) -> str:
 
 
 def _scores(episode: Any) -> dict[str, float]:
-    """Return the reward, then its parts and the metrics; several runs of one agent count by their mean.
-
-    Raises:
-        EnvironmentFailed: Several agents are trained, each with a reward of its own.
-    """
+    """Return the reward, its parts and the metrics, of several runs of an agent the mean. One agent alone may train."""
     traces = [trace for trace in episode.traces if trace.agent.trainable]
     agents = sorted({trace.agent.name or "agent" for trace in traces})
     if len(agents) != 1:

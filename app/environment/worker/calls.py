@@ -33,11 +33,7 @@ class Calls:
         return self._last is not None and not self._last.done()
 
     async def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Return what a plain or async function returns.
-
-        Raises:
-            Exited: It raised something that is not an `Exception`.
-        """
+        """Return what a plain or async function returns. Raises `Exited` if it raised another `BaseException`."""
         try:
             if inspect.iscoroutinefunction(function):
                 return await function(*args)

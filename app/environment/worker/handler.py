@@ -178,11 +178,7 @@ def _load_renderer(choice: Mapping[str, Any]) -> Renderer:
 
 
 def _limit_memory(gib: float) -> None:
-    """Limit the data of this process and of each child, without what is only reserved.
-
-    Raises:
-        LoadError: This process has more already. The message is a sentence.
-    """
+    """Limit the data of this process and of each child, without what is only reserved. Raises `LoadError`."""
     status = Path("/proc/self/status").read_text(encoding="utf-8")
     allocated = int(status.partition("VmData:")[2].split()[0]) << 10
     if allocated > gib * GIB:

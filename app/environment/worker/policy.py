@@ -171,11 +171,7 @@ class EpisodePolicy:
     async def _sample(
         self, continuation: Continuation, sequence: OpenSequence, max_tokens: int | None, logprobs: bool
     ) -> Answer:
-        """Sample from an engine, after the appended tokens.
-
-        Raises:
-            OutOfTokens: There was no room for another token.
-        """
+        """Sample from an engine after the appended tokens. Raises `OutOfTokens` without room for another token."""
         self._requests_sent += 1
         self.count("observation_tokens", continuation.observed)
 

@@ -77,11 +77,7 @@ class StderrRecorder:
 
 
 def sample(config: RunConfig, folder: Path, inputs: RunInputs) -> list[Sampled]:
-    """Start trainer and engines, sync each version, sample it, and shut down.
-
-    Raises:
-        RunError: They fail to start.
-    """
+    """Start trainer and engines, sync each version, sample it, and shut down. `RunError` if they do not start."""
     verified = deepcopy(config)
     verified.weight_sync.verify = Verify.always
     return asyncio.run(until_signal(_sample(verified, folder, inputs)))

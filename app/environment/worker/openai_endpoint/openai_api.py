@@ -146,11 +146,7 @@ def chat_answer(message: Mapping[str, Any], reply: Reply, model: object) -> dict
 
 
 def read_generate(body: Mapping[str, Any]) -> tuple[list[int], int | None]:
-    """Read a request to vLLM's `generate`: token ids [L], and the limit of tokens.
-
-    Raises:
-        Refusal: It needs what is not served.
-    """
+    """Read token ids [L] and the limit of tokens from vLLM's `generate`. Raises `Refusal` for what is not served."""
     if body.get("features") or body.get("content_parts"):
         raise Refusal("Images, audio and video are not supported: the policy reads text only.")
     _refuse(body, STREAM)
