@@ -77,14 +77,9 @@ def merge(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, flo
 def finalize(
     sums: Mapping[str, float], *, tokens: float, sequences: float, loss: float, demonstrated: float = 0
 ) -> dict[str, float]:
-    """Compute the metrics of an update from global sums and counts.
+    """Compute the metrics of an update from sums and counts over all microbatches and ranks.
 
-    Args:
-        sums: Raw sums, merged over all microbatches and ranks.
-        tokens: Sampled tokens of the unmasked batch. Without any, their metrics are 0.
-        sequences: Trajectories of the unmasked batch.
-        loss: The update's `loss.common_denominator`.
-        demonstrated: Tokens of demonstrations.
+    `tokens` and `sequences` are those of the unmasked batch; without tokens, their metrics are 0.
     """
     unreported = {Denominator.intermediate}
     if not sums.get("mismatch/same_version_tokens"):

@@ -56,16 +56,10 @@ model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{base}",
 async def export_trained(
     trainer: Trainer, config: RunConfig, folder: Path, *, step: int, chat_template: str | None
 ) -> Path:
-    """Export the trainer's parameters at the end of the run in `folder`.
+    """Export the trainer's parameters at the end of the run in `folder`; return the exported directory.
 
     Exports the last checkpoint if it is of the last step. Otherwise writes one to `final/`, which is deleted after the
     export. If the export fails, `final/` stays, and `mode=export resume=<folder>/final` retries.
-
-    Args:
-        chat_template: Text of `model.chat_template`, as the run began with it.
-
-    Returns:
-        The exported directory.
 
     Raises:
         CheckpointError: The checkpoint is damaged, or `final/` cannot be written.
@@ -98,12 +92,7 @@ async def _export(checkpoint: Path, source: Path, out: Path, timeout_s: float) -
 def export_checkpoint(checkpoint: Path, source: Path, out: Path) -> Path:
     """Copy the model directory `source` to `out`, with the tensors of a checkpoint in place of its own.
 
-    Of a checkpoint with adapters, those are merged into the tensors of `source`.
-    The dtype and the cards are those of the run in `out.parent`.
-
-    Raises:
-        CheckpointError: The checkpoint is damaged.
-        RunError: `out` cannot be written.
+    Adapters are merged into the tensors of `source`. The dtype and the cards are those of the run in `out.parent`.
     """
     from safetensors import SafetensorError
 
@@ -152,12 +141,7 @@ def _write(checkpoint: Path, source: Path, run: Path, lora: LoraConfig, out: Pat
 
 
 def model_card(run: Path, source: Path, step: int, *, adapter: bool = False) -> str:
-    """Return the card of the model after `step`, as far as the run's folder says how it was trained.
-
-    Args:
-        source: Directory of the base model.
-        adapter: The card is of the adapter alone.
-    """
+    """Return the card of the model, or of its adapter alone, after `step`, as far as the run's folder tells."""
     from huggingface_hub import ModelCardData
 
     config, _ = read_config(run)

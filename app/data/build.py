@@ -150,14 +150,9 @@ class PromptData:
 def build(
     config: DataConfig, tokenizer: Any, *, seed: int, max_prompt_tokens: int, loaded: DataRows | None = None
 ) -> PromptData:
-    """Load, template and tokenize all rows.
+    """Load, template and tokenize all rows; `loaded` has them where they are loaded already.
 
-    Args:
-        max_prompt_tokens: Longest accepted prompt, template included.
-        loaded: The rows, if they are loaded already.
-
-    Raises:
-        ConfigError: If data cannot be read or templated, or all prompts of a set are too long.
+    Prompts above `max_prompt_tokens` are dropped. Raises `ConfigError` for data that cannot be used.
     """
     loaded = loaded or rows.load(config)
     train = prompts_of(loaded.train, config, tokenizer)

@@ -66,15 +66,7 @@ def has_splits(path: str | list[str]) -> bool:
 
 
 def read(path: str | list[str], *, subset: str | None, split: str, key: str) -> Records:
-    """Read the records of files or of a hub data set, lazily.
-
-    Args:
-        path: A file, a pattern of files, the id of a hub data set, or a list of them.
-        key: Setting named in errors, e.g. "data.path".
-
-    Raises:
-        ConfigError: If the data cannot be read.
-    """
+    """Read the records of files or of a hub data set, lazily. Errors name the setting `key`."""
     for part in [path] if isinstance(path, str) else path:
         for source in _matches(part, key):
             yield from _file(Path(source).expanduser(), key) if _is_file(source) else _hub(source, subset, split, key)

@@ -139,15 +139,7 @@ def sets_of(config: DataConfig) -> RowSets:
 
 
 def load(config: DataConfig, *, tasks: Tasks = (), replies: bool = False) -> DataRows:
-    """Read or generate all rows.
-
-    Args:
-        tasks: Those of the environment, with `data.name=environment`.
-        replies: Whether rows have a reply to imitate.
-
-    Raises:
-        ConfigError: Rows cannot be read, or there are none.
-    """
+    """Read or generate all rows. Raises `ConfigError` if they cannot be read, or there are none."""
     sets = sets_of(config)
     held_out_sets = [each.name for each in sets.evals if each.held_out]
     reader = RowReader(config, replies=replies)

@@ -33,14 +33,7 @@ SHAPE = "give it `run(self, task, policy)`, or `begin(self, task)` and `step(sel
 
 
 def make(settings: Mapping[str, Any]) -> Callable[[], Any]:
-    """Return the function that makes a new environment for each episode.
-
-    Args:
-        settings: `target`, a dotted path; `args`, its keyword arguments; and `scored`, whether the reward is its score.
-
-    Raises:
-        LoadError: There is no such class, it does not take the arguments, or it lacks the methods of an environment.
-    """
+    """Return the function that makes an environment for each episode, of `target` with `args`. Raises `LoadError`."""
     target = resolve(settings["target"])
     args = dict(settings.get("args") or {})
     try:

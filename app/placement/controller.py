@@ -103,12 +103,7 @@ class PlacementController(ABC):
         return score(group, self.config.algorithm, max_completion_tokens=self.config.rollout.max_completion_tokens)
 
     def require_groups(self, groups: int, counts: RolloutCounts) -> None:
-        """Raise `RunError` when several steps in a row had nothing to train on.
-
-        Args:
-            groups: Groups of the open step.
-            counts: Those of the step that were filtered or unplayable.
-        """
+        """Raise `RunError` when several steps in a row had no groups to train on. `counts`: those of the open step."""
         self._empty_steps = {} if groups else {**self._empty_steps, self.version + 1: counts}
         if len(self._empty_steps) < EMPTY_STEPS:
             return
@@ -165,12 +160,7 @@ class PlacementController(ABC):
         return report
 
     async def commit(self, sync: SyncReport | None = None, extra: Mapping[str, float] | None = None) -> None:
-        """Record the pending step and mark its prompts as consumed.
-
-        Args:
-            sync: The report of its weight sync; None if the run ends before.
-            extra: Further metrics.
-        """
+        """Record the pending step and mark its prompts as consumed. `sync` is None if the run ends before the sync."""
         assert self._pending is not None
         pending = self._pending
         seconds = self._step_seconds()  # before the wait for the report

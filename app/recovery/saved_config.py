@@ -61,9 +61,7 @@ def save(settings: DictConfig, folder: Path) -> None:
 def load(folder: Path, *, trains: bool = True) -> DictConfig:
     """Load the settings of a run. Those that an earlier version had are left out, and named unless at their default.
 
-    Raises:
-        ConfigError: The others do not fit today's schema; or, where the run `trains` on, one that was left out changed
-            what it learned.
+    Raises `ConfigError` if one of these changed what a run learned that `trains` on, or the others do not fit.
     """
     settings: Any = OmegaConf.to_container(OmegaConf.load(folder / SAVED), resolve=False)
     gone: list[str] = []

@@ -192,12 +192,7 @@ def _number(value: Any) -> float | Failure:
 def _of_trajectories(reward: Any, args: Mapping[str, Any]) -> RewardFunction:
     """Return a reward of any of the four signatures as a function of a list of trajectories.
 
-    Args:
-        reward: A callable with its arguments bound.
-        args: Those arguments, which columns of the same name do not replace.
-
-    Raises:
-        LoadError: It has another signature.
+    `args` are bound already: columns of the same name do not replace them. Raises `LoadError` for another signature.
     """
     signature = inspect.signature(reward)
     names = list(signature.parameters)

@@ -27,14 +27,7 @@ SCORE = "environment"  # the reward component that takes the score of the enviro
 
 
 def worker_spec(config: RunConfig, model_path: Path, *, tried: bool = False) -> EnvironmentSpec:
-    """Return what each worker runs.
-
-    Args:
-        tried: The worker lists the tasks of `data=environment`.
-
-    Raises:
-        ConfigError: `model.chat_template` cannot be read.
-    """
+    """Return what each worker runs. `tried`: it lists the tasks of `data=environment`."""
     settings = config.environment
     turns = (settings.max_turns, settings.max_turn_tokens, settings.max_observation_tokens)
     limits = Limits(*turns, settings.timeout_s, settings.episode_s)
@@ -102,11 +95,7 @@ def require_rendering(config: RunConfig, model_path: Path, tokenizer: Any) -> No
 def require_environment(config: RunConfig, model_path: Path) -> Sequence[Mapping[str, Any]]:
     """Start one worker, which loads the environment and the renderer, and end it.
 
-    Returns:
-        With `data.name=environment` the tasks that the environment lists, else nothing.
-
-    Raises:
-        ConfigError: They cannot be loaded.
+    Returns the tasks that the environment lists, with `data.name=environment`. Raises `ConfigError`.
     """
 
     async def start() -> Sequence[Mapping[str, Any]]:

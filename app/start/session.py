@@ -130,9 +130,7 @@ async def start_rollout_workers(
 ) -> AsyncIterator[RolloutWorkers]:
     """Start Ray and the reward workers and create the engines, which are started together with the trainer.
 
-    Args:
-        recorder: Shows what is being started.
-        weights: The model directory that the engines load; None is that of `model=`.
+    `weights`: the model directory that the engines load; None is that of `model=`.
     """
     async with AsyncExitStack() as stack:
         fork = None

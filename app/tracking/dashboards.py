@@ -103,12 +103,7 @@ class Progress:
 
 
 def open_dashboard(name: str, options: DashboardOptions) -> Any:
-    """Import the package of a dashboard and open a run in it. It has the methods of `require_trackers`.
-
-    Raises:
-        LoadError: There is no such tracker.
-        Exception: Whatever the package raises.
-    """
+    """Import a dashboard's package and open a run in it. Raises `LoadError`, and whatever the package raises."""
     if name in BUILT_IN:
         return resolve(BUILT_IN[name])(options)
     own = resolve(name)(options, **options.args)

@@ -125,13 +125,9 @@ class RunFolderRecorder:
     def log_eval(
         self, step: int, results: Mapping[str, Metrics], groups: Sequence[Group] = (), decode: Decode | None = None
     ) -> None:
-        """Record an evaluation; its metrics join the step's line.
+        """Record an evaluation after `step` (0: before training); its metrics join the step's line.
 
-        Args:
-            step: The step that the evaluation follows; 0 is before training.
-            results: The metrics of each evaluation set.
-            groups: The sampled groups; some are written to `samples/eval_<step>.jsonl`.
-            decode: Converts prompt tokens to the question's text for the samples.
+        Some of the groups are written to `samples/eval_<step>.jsonl`; `decode` turns prompt tokens into text.
         """
         self.log_samples(step, groups, decode, kind="eval")
         metrics = evaluation_metrics(results)
@@ -144,10 +140,7 @@ class RunFolderRecorder:
     ) -> None:
         """Append the ids of a step's trained and filtered prompts to `prompts.jsonl`.
 
-        Args:
-            trained: Prompts that were trained on.
-            filtered: Prompts that were settled without being trained on.
-            unplayable: Those of `filtered` whose environments failed; the others had equal rewards.
+        `unplayable` are those of `filtered` whose environments failed; the others had equal rewards.
         """
         reasons = {"unplayable": [*unplayable]} if unplayable else {}
         line = {"step": step, "trained": [*trained], "filtered": [*filtered], **reasons}

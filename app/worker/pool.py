@@ -48,10 +48,7 @@ class WorkerPool:
     def start_workers(self) -> asyncio.Task[None]:
         """Start all workers in the background. Once this has failed, every `begin_job` raises.
 
-        The task raises:
-            LoadError: The handler refuses its settings; its own text.
-            OSError: A process cannot be started.
-            RunError: A worker died twice or took too long.
+        The task raises as `RemoteWorker.start`, with `RunError` if a worker died twice.
         """
         self._workers = [self._new_worker() for _ in range(self.workers)]
         return self._spawn(self._start_all())

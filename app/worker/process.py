@@ -19,14 +19,7 @@ SCRIPT = Path(__file__).with_name("__main__.py")
 
 
 def die_with_parent(parent: int) -> None:
-    """Make the kernel kill this process when the thread that started it ends (Linux only).
-
-    Args:
-        parent: The parent's process id, read before this process was started.
-
-    Raises:
-        SystemExit: The parent has ended already.
-    """
+    """Make the kernel kill this process when the thread that started it ends; exit if `parent` has ended already."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:

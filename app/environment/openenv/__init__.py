@@ -29,14 +29,7 @@ SCHEMA_S = 10.0  # for GET /schema
 
 
 def make(settings: Mapping[str, Any]) -> partial["OpenEnv"]:
-    """Fetch the server's schema; return the function that makes the environment of each episode.
-
-    Args:
-        settings: `url`, `args`, and of the run `limits` and `renderer`.
-
-    Raises:
-        LoadError: There is no OpenEnv server at the URL, or aiohttp is missing.
-    """
+    """Fetch the server's schema; return the function that makes an episode's environment. Raises `LoadError`."""
     try:
         import aiohttp  # noqa: F401
     except ImportError as error:

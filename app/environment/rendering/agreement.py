@@ -67,14 +67,9 @@ def first_difference(renderer: ChatRenderer, tokenizer: Any, variables: Mapping[
 
 
 def other_end(tokenizer: Any, stops: Sequence[int], variables: Mapping[str, Any]) -> str | None:
-    """Return the special token with which a chat template ends a reply, if completions do not end with it; else None.
+    """Return the special token with which a chat template ends a reply, if it is not in `stops`; else None.
 
-    A template of single questions, which ends no reply with a token, has none.
-
-    Args:
-        tokenizer: Of transformers, with the template.
-        stops: Tokens that end a completion.
-        variables: Of the template.
+    A template of single questions ends no reply with a token.
     """
     try:
         text = tokenizer.apply_chat_template([QUESTION, REPLY, NEXT], tokenize=False, **variables)
