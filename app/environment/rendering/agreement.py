@@ -26,15 +26,9 @@ SCRIPT: tuple[tuple[str, tuple[Message, ...], tuple[Message, ...], bool], ...] =
 
 
 def first_difference(renderer: ChatRenderer, tokenizer: Any, variables: Mapping[str, Any]) -> str | None:
-    """Compare a renderer with transformers on conversations of a system message, replies, tool calls and results.
+    """Compare a renderer with transformers on a few conversations; return the difference in words, or None.
 
-    What the template rejects is not compared: a run with such messages fails with an error naming the message.
-
-    Args:
-        variables: Of the template.
-
-    Returns:
-        What differs, in words; None if nothing does.
+    Conversations that the template rejects are not compared: a run with such messages fails and names the message.
     """
 
     def expected(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> list[int] | None:

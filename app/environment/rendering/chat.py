@@ -128,7 +128,8 @@ class ChatRenderer:
         sampled = list(token_ids)
         content = sampled[:-1] if sampled and sampled[-1] in self.tokenizer.stop_ids else sampled
         try:
-            parsed = self._parse(content, tools=_dicts(tools), prompt_ids=list(prompt_ids))
+            declared = [dict(tool) for tool in tools] if tools else None
+            parsed = self._parse(content, tools=declared, prompt_ids=list(prompt_ids))
         except (ValueError, RecursionError):  # numbers of 5,000 digits, 10,000 brackets
             text = self.tokenizer.decode(sampled, skip_special_tokens=True)
             return Reply(text, "", (ToolCall("", {}, UNREADABLE),), truncated=False, token_ids=tuple(sampled))
@@ -194,14 +195,9 @@ class ChatRenderer:
         return tail[end], tail[end + 1 :]
 
     def _history(self, by_user: bool, with_tools: bool) -> tuple[bool, bool]:
-        """Return what such messages do to the conversation before them.
+        """Return what messages, one of them the user's or only results of tools, do to the conversation before them.
 
-        Args:
-            by_user: Whether there is one of the user among them; else they are results of tools.
-
-        Returns:
-            Whether the template writes a question and the reply to it as without them; whether it leaves out the
-            reasoning of that reply.
+        Whether the template writes a question and its reply as without them, and whether it leaves out the reasoning.
         """
         if (by_user, with_tools) not in self._histories:
             tools = [reply_parser.TOOL] if with_tools else None
@@ -211,10 +207,6 @@ class ChatRenderer:
             strips = not any(THOUGHT in self._template.render([QUESTION, each, follows], tools) for each in THOUGHTS)
             self._histories[by_user, with_tools] = whole.startswith(opening), strips
         return self._histories[by_user, with_tools]
-
-
-def _dicts(tools: Tools | None) -> list[dict[str, Any]] | None:
-    return [dict(tool) for tool in tools] if tools else None
 
 
 def _tool_call(call: Any, index: int, tools: Tools | None) -> ToolCall:

@@ -48,11 +48,13 @@ class TokenizerFile:
 
         self.name_or_path = str(folder)
         self.stop_ids = frozenset(stop_ids(folder))
-        self.eos_token_id = _end_of_text(folder, self)
+        end_of_text = token_text(read_json(folder / "tokenizer_config.json").get("eos_token"))
+        self.eos_token_id = None if end_of_text is None else self.convert_tokens_to_ids(end_of_text)
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """Return the ids of `text`: [N]. A lone surrogate, which has no bytes, becomes a question mark."""
-        ids: list[int] = self.backend.encode(_readable(text), add_special_tokens=add_special_tokens).ids
+        readable = text.encode("utf-8", "replace").decode("utf-8")  # the same number of characters
+        ids: list[int] = self.backend.encode(readable, add_special_tokens=add_special_tokens).ids
         return ids
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = False) -> str:
@@ -67,11 +69,6 @@ class TokenizerFile:
     def convert_tokens_to_ids(self, token: str) -> int | None:
         index: int | None = self.backend.token_to_id(token)
         return index
-
-
-def _readable(text: str) -> str:
-    """The text without lone surrogates: the same number of characters."""
-    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -89,11 +86,6 @@ def token_text(declared: Any) -> str | None:
     """Return the text of a special token as a model directory declares it: text, or an object with `content`."""
     text = declared.get("content") if isinstance(declared, dict) else declared
     return text if isinstance(text, str) else None
-
-
-def _end_of_text(folder: Path, tokenizer: TokenizerFile) -> int | None:
-    token = token_text(read_json(folder / "tokenizer_config.json").get("eos_token"))
-    return None if token is None else tokenizer.convert_tokens_to_ids(token)
 
 
 def stop_ids(folder: Path) -> list[int]:

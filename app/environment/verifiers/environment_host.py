@@ -26,13 +26,7 @@ API_KEY = "POSTTRAIN_NO_KEY"  # an environment variable that is never set: the e
 def own_renderer(choice: Mapping[str, Any]) -> Any:
     """Return the configuration of the `renderers` package that renders as the model's chat template does.
 
-    verifiers renders by that package, which holds the templates of families.
-
-    Args:
-        choice: Arguments of `renderer_for`.
-
-    Raises:
-        LoadError: There is none.
+    verifiers renders by that package, which holds the templates of families. Raises `LoadError` if none does.
     """
     ours = renderer_for(**choice)
     if isinstance(ours, ChatRenderer) and ours.tool_syntax in RENDERERS:
@@ -97,17 +91,7 @@ class Host:
     def __init__(
         self, package: str, args: Mapping[str, Any], tasks: int | None, max_turns: int, model_path: str, renderer: Any
     ) -> None:
-        """Load the environment and its tasks.
-
-        Args:
-            package: `environment.id`.
-            args: `environment.args`, without `tasks`.
-            tasks: The first ones only; None: all.
-            max_turns: Of an agent.
-
-        Raises:
-            LoadError: There is no such package, or its tasks have no end.
-        """
+        """Load the environment and its first `tasks`. Raises `LoadError` for no such package, or tasks without end."""
         from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
         taskset = {**args.get("taskset", {}), "id": package}
@@ -145,12 +129,7 @@ class Host:
         return self
 
     async def run(self, task: Task, policy: Policy) -> dict[str, float]:
-        """Play an episode and return its scores, the reward first.
-
-        Raises:
-            EpisodeOver: It ran into a limit that its package does not handle.
-            EnvironmentFailed: The package reports another error.
-        """
+        """Play an episode; return its scores, the reward first. Raises `EpisodeOver` or `EnvironmentFailed`."""
         from verifiers.v1.clients import ModelContext, TrainClientConfig
 
         endpoint = await self._start()
@@ -232,16 +211,11 @@ def _scores(episode: Any) -> dict[str, float]:
 
     values: dict[str, list[float]] = {"reward": [trace.reward for trace in traces]}
     for trace in traces:
-        for name, reward in trace.rewards.items():
-            _add(values, name, reward and reward.score)
-        for name, metric in trace.metrics.items():
-            _add(values, name, metric)
+        parts = [(name, reward and reward.score) for name, reward in trace.rewards.items()]
+        for name, value in (*parts, *trace.metrics.items()):
+            if value is not None and name != "reward":
+                values.setdefault(name, []).append(float(value))
     return {name: sum(each) / len(each) for name, each in values.items()}
-
-
-def _add(values: dict[str, list[float]], name: str, value: Any) -> None:
-    if value is not None and name != "reward":
-        values.setdefault(name, []).append(float(value))
 
 
 def question_of(messages: object) -> str:

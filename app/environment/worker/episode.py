@@ -151,7 +151,11 @@ class Episode:
         await self._call(self._construct)
         run = getattr(self._environment, "run", None)
         if run is None:
-            self._check()
+            try:
+                check_methods(self._environment)
+            except LoadError as error:
+                made = f"the environment that was made is {short(self._environment)}"
+                raise WrongValue(f"{made}: {error}") from error
             run = partial(run_steps, self._environment, self._call)
 
         self._clock.begin("run")
@@ -169,12 +173,6 @@ class Episode:
         own_metrics = getattr(self._environment, "metrics", None) or {}
         metrics = {**self.policy.metrics, **scores_of(own_metrics), "seconds": self._clock.seconds}
         return End(self.number, scores_of(value), ending, self.policy.turns, self.policy.text, metrics)
-
-    def _check(self) -> None:
-        try:
-            check_methods(self._environment)
-        except LoadError as error:
-            raise WrongValue(f"the environment that was made is {short(self._environment)}: {error}") from error
 
     def _construct(self) -> None:
         """Make the environment, in its thread: it is closed even if the episode has been aborted by then."""

@@ -141,12 +141,7 @@ class EnvironmentHandler:
 def _load_environment(settings: Mapping[str, Any]) -> Make:
     """Return the function that makes environments of this kind, from its module's `make`.
 
-    Args:
-        settings: Of the worker. `make` gets them with those of `environment` beside them. The attribute `info` of
-            what it returns, if there is one, goes to the driver.
-
-    Raises:
-        LoadError: It cannot be loaded. The message is a sentence.
+    The attribute `info` of that function, if there is one, goes to the driver. Raises `LoadError`, a sentence.
     """
     environment = settings["environment"]
     kind = environment["kind"]

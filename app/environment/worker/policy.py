@@ -200,7 +200,7 @@ class EpisodePolicy:
         self.truncated = reply.truncated
         self.count("tool_calls", len(reply.tool_calls))
         self.count("tool_failures", sum(not call.ok for call in reply.tool_calls))
-        self._transcript.add_reply(reply, seconds)
+        self._transcript.add("assistant", readable(reply), len(reply.token_ids), seconds)
         return reply
 
 
@@ -214,36 +214,23 @@ async def _extend(sequence: OpenSequence, request: Awaitable[Answer]) -> Answer:
 
 
 class Transcript:
-    """The turns of one episode.
-
-    Args:
-        clock: Measures the environment's own time.
-
-    Attributes:
-        turns: role, text, tokens and seconds, in order.
-    """
+    """The turns of one episode."""
 
     def __init__(self, clock: Clock) -> None:
-        self.turns: list[dict[str, Any]] = []
+        self.turns: list[dict[str, Any]] = []  # role, text, tokens and seconds
         self._clock = clock
         self._noted_s = 0.0  # the environment's own seconds that are in `turns`
 
     def add_messages(self, messages: Sequence[Message], tokens: int) -> None:
         """Add what the policy reads. The tokens and seconds are of all of it: the last message has them."""
-        if not messages:
-            return
-        seconds = self._clock.seconds - self._noted_s
-        self._noted_s += seconds
+        for message in messages:
+            self.add(str(message.get("role")), str(message.get("content") or ""), 0, 0.0)
+        if messages:
+            seconds = self._clock.seconds - self._noted_s
+            self._noted_s += seconds
+            self.turns[-1] |= {"tokens": tokens, "seconds": seconds}
 
-        for message in messages[:-1]:
-            self._add(str(message.get("role")), str(message.get("content") or ""), 0, 0.0)
-        last = messages[-1]
-        self._add(str(last.get("role")), str(last.get("content") or ""), tokens, seconds)
-
-    def add_reply(self, reply: Reply, seconds: float) -> None:
-        self._add("assistant", readable(reply), len(reply.token_ids), seconds)
-
-    def _add(self, role: str, text: str, tokens: int, seconds: float) -> None:
+    def add(self, role: str, text: str, tokens: int, seconds: float) -> None:
         self.turns.append({"role": role, "text": text, "tokens": tokens, "seconds": seconds})
 
 
