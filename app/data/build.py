@@ -32,12 +32,8 @@ def encode(members: Sequence[Row], config: DataConfig, tokenizer: Any) -> list[n
 
     chat = config.template is Template.chat
     if chat:
-        expect(
-            bool(getattr(tokenizer, "chat_template", None)),
-            "data.template",
-            config.template,
-            "plain; this model's tokenizer has no chat template",
-        )
+        accepted = "plain; this model's tokenizer has no chat template"
+        expect(bool(getattr(tokenizer, "chat_template", None)), "data.template", config.template, accepted)
         texts = [_render(row, config, tokenizer) for row in members]
     else:
         check_template(members, config)

@@ -68,7 +68,9 @@ class Epochs(Iterator[Prompt]):
         """Continue from a position in an epoch."""
         self.epoch = epoch
         self.position = position
-        self._order = self._order_of(epoch)
+        # The streams of the legacy generator are frozen, so checkpoints survive a newer numpy.
+        drawn = np.random.RandomState([self._seed, epoch]).permutation(len(self)) if self._shuffle else None
+        self._order = np.arange(len(self)) if drawn is None else drawn
 
     def prompt(self, prompt_id: str) -> Prompt:
         """Look up a dispatched prompt by id. Raises `KeyError` for any other id."""
@@ -81,13 +83,6 @@ class Epochs(Iterator[Prompt]):
         if epoch > self.epoch or (epoch == self.epoch and row in self._order[self.position :]):
             raise KeyError(f"prompt {prompt_id} was not dispatched yet")
         return replace(self._prompts[row], id=prompt_id)
-
-    def _order_of(self, epoch: int) -> np.ndarray:
-        """Rows in the order of this epoch: [prompts] int64."""
-        if not self._shuffle:
-            return np.arange(len(self))
-        # The streams of the legacy generator are frozen, so checkpoints survive a newer numpy.
-        return np.random.RandomState([self._seed, epoch]).permutation(len(self))
 
 
 class PromptCursor(Iterator[Prompt]):

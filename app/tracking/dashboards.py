@@ -89,7 +89,6 @@ class Progress:
         self.last_step = int(self._content.get("last_step", -1))
 
     def opened(self, run_id: str) -> None:
-        """Save the dashboard's run id."""
         self._write(run_id=run_id)
 
     def confirm(self, step: int) -> None:
@@ -136,8 +135,8 @@ def require_trackers(config: TrackingConfig) -> None:
 class DashboardWorker:
     """One dashboard's thread and queue.
 
-    The thread opens the dashboard, sends the queued messages, and closes the dashboard after `close_all`. If the
-    dashboard cannot be opened, all messages are discarded.
+    `log`, `alert` and `samples` queue a message; they return at once and never raise. The thread opens the dashboard,
+    sends the messages, and closes it after `close_all`. If it cannot be opened, all messages are discarded.
     """
 
     def __init__(self, name: str, options: DashboardOptions, capacity: int = QUEUE_CAPACITY) -> None:
@@ -154,15 +153,12 @@ class DashboardWorker:
         self._thread.start()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Queue the metrics of a step. Returns at once and never raises."""
         self._put("log", step, grouped(metrics))
 
     def alert(self, step: int, title: str, text: str) -> None:
-        """Queue an alarm. Returns at once and never raises."""
         self._put("alert", step, title, text)
 
     def samples(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Queue a table of trajectories. Returns at once and never raises."""
         self._put("samples", step, name, rows)
 
     def begin_close(self, status: str) -> None:

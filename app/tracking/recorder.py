@@ -280,10 +280,7 @@ class RunFolderRecorder:
 
 
 def evaluation_metrics(results: Mapping[str, Metrics]) -> dict[str, float]:
-    """Name the metrics of an evaluation.
-
-    One set gives `eval/<name>`. Several give `eval/<set>/<name>` and their mean accuracy as `eval/accuracy`.
-    """
+    """Name the metrics of one set `eval/<name>`; of several, `eval/<set>/<name>` and `eval/accuracy`, their mean."""
     if len(results) == 1:
         return {f"eval/{name}": value for metrics in results.values() for name, value in metrics.items()}
     named = {f"eval/{key}/{name}": value for key, metrics in results.items() for name, value in metrics.items()}

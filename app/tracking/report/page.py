@@ -25,6 +25,7 @@ from app.utils.files import replace_file
 
 NAME = "report.html"
 ASSETS = Path(__file__).parent / "assets"
+DOT = "<span class='dot {}'></span>"
 DETAILS = ("step time", "tok/s", "learned", "healthy")  # of a run, beside the columns of `run_table`
 
 
@@ -141,19 +142,15 @@ def _details(run: RunData) -> list[str]:
     speeds = (("time/step", seconds), ("throughput/completion_tokens_per_second", count))
     medians = [form(median_high(values)) if (values := run.values(name)) else MISSING for name, form in speeds]
     learned, _, healthy = health_checks(run)
-    return [*medians, *(f"{_dot(check.tone)}{escape(check.answer)}" for check in (learned, healthy))]
+    return [*medians, *(f"{DOT.format(check.tone.value)}{escape(check.answer)}" for check in (learned, healthy))]
 
 
 def _checks(run: RunData) -> str:
     rows = [
-        [f"{_dot(check.tone)}{escape(check.question)}", escape(check.answer), escape(check.explanation)]
+        [DOT.format(check.tone.value) + escape(check.question), escape(check.answer), escape(check.explanation)]
         for check in rule_checks(run)
     ]
     return _table([["check", "value", "meaning"], *rows]) if rows else ""
-
-
-def _dot(tone: Tone) -> str:
-    return f"<span class='dot {tone.value}'></span>"
 
 
 def _warnings(runs: Sequence[RunData], names: Sequence[str]) -> str:
