@@ -105,9 +105,8 @@ class RewardComponent:
         except LoadError:
             raise
         except Exception as error:  # custom constructors can raise anything
-            raise LoadError(
-                f"it cannot be constructed or called with {dict(self.args)} ({error_text(error)})"
-            ) from error
+            called = f"it cannot be constructed or called with {dict(self.args)}"
+            raise LoadError(f"{called} ({error_text(error)})") from error
 
 
 def built_in(name: str, weight: float, args: Mapping[str, Any] | None = None) -> RewardComponent:

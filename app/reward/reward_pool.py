@@ -59,12 +59,9 @@ class RewardPool(WorkerPool):
         self._calls: set[asyncio.Task[Outcome]] = set()
 
     async def score(self, trajectories: Sequence[Trajectory]) -> Outcome:
-        """Return a value or a failure for each trajectory.
+        """Return a value or a failure for each trajectory. Raises `RunError` if no worker can be started any more.
 
         When the caller is cancelled, the call goes on in its worker until its deadline.
-
-        Raises:
-            RunError: A worker cannot be started again, or cannot load the component.
         """
         call = asyncio.create_task(self._score(trajectories))
         self._calls.add(call)

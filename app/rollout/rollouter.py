@@ -13,7 +13,7 @@ from app.rollout.engine.pool import EnginePool
 from app.rollout.episodes import Episodes, GroupSpec
 from app.rollout.requests import Requests
 from app.tracking.run_folder.timeline import Timeline
-from app.types import Completion, Group, GroupRequest, Prompt, Sampling, Trajectory
+from app.types import Group, GroupRequest, Prompt, Sampling, Trajectory
 from app.utils.tasks import gather_or_raise
 
 MAX_PROMPTS_SHOWN = 5  # in messages
@@ -163,11 +163,10 @@ class Rollouter:
             return version()
 
         request = GroupRequest(prompt.id, prompt.token_ids, size, sampling, version())
-        completions = await self.requests.send(request, send_version, partial(self.pool.least_busy, size))
-        return [Trajectory(prompt, completion, self._text(completion)) for completion in completions]
-
-    def _text(self, completion: Completion) -> str:
-        """Return the decoded text. Hosts of servers that we did not start leave decoding to the driver."""
-        if completion.text is not None:
-            return completion.text
-        return self.tokenizer.decode(completion.token_ids.tolist(), skip_special_tokens=True)
+        trajectories = []
+        for completion in await self.requests.send(request, send_version, partial(self.pool.least_busy, size)):
+            text = completion.text
+            if text is None:  # hosts of servers that we did not start leave decoding to the driver
+                text = self.tokenizer.decode(completion.token_ids.tolist(), skip_special_tokens=True)
+            trajectories.append(Trajectory(prompt, completion, text))
+        return trajectories

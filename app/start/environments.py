@@ -55,11 +55,7 @@ def _renderer(config: RunConfig, model_path: Path) -> RendererChoice:
 
 
 def require_rendering(config: RunConfig, model_path: Path, tokenizer: Any) -> None:
-    """Raise `ConfigError` if conversations cannot be rendered as transformers renders them.
-
-    Args:
-        tokenizer: The model's, of transformers, with the chat template of the run.
-    """
+    """Raise `ConfigError` if conversations cannot be rendered as transformers renders them, with this tokenizer."""
     choice = _renderer(config, model_path)
     variables = {"enable_thinking": choice.enable_thinking, **config.data.chat_template_kwargs}
     try:
@@ -74,9 +70,8 @@ def require_rendering(config: RunConfig, model_path: Path, tokenizer: Any) -> No
     if not config.environment.multi_turn:
         end = other_end(tokenizer, stop_ids(model_path), variables)
         if end is not None and end not in config.rollout.stop:
-            accepted = (
-                f"{end} as eos_token_id of its generation_config.json, rollout.stop=['{end}'], or another template"
-            )
+            stops = f"{end} as eos_token_id of its generation_config.json, rollout.stop=['{end}']"
+            accepted = f"{stops}, or another template"
             why = f"its chat template ends a reply with {end}, and a completion does not end there"
             raise ConfigError("model.path", model_path, accepted, why)
         return

@@ -141,11 +141,8 @@ def kept_in(
         lines["last"] = facts["checkpoint/last"] = str(last)
     if top is not None and accuracy is not None:
         lines["best"] = f"{top}  (eval accuracy {accuracy:.1%})"
-        facts |= {
-            "checkpoint/best": str(top),
-            "checkpoint/best_step": step_of(top),
-            "checkpoint/best_accuracy": accuracy,
-        }
+        facts |= {"checkpoint/best": str(top), "checkpoint/best_step": step_of(top)}
+        facts["checkpoint/best_accuracy"] = accuracy
     if last is not None and continued:
         resume = override("resume", folder)
         lines |= {"evaluate": command("mode=eval", resume), "continue": command(resume, *continued)}

@@ -159,12 +159,7 @@ class RemoteWorker:
             self.end("late", "an aborted job did not end")
 
     def end(self, kind: str, text: str) -> None:
-        """Kill the process and its children. Its jobs end as Failed.
-
-        Args:
-            kind: Of the failure of the jobs whose own code was running. The others are `lost`.
-            text: Why, as a sentence without its period.
-        """
+        """Kill the process and its children. Jobs whose own code was running fail as `kind`, the others are `lost`."""
         if self.state is State.ended:
             return
         blamed = self._jobs_at_fault(kind)
