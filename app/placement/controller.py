@@ -230,16 +230,12 @@ class PlacementController(ABC):
         if self.evaluation_due:
             await self._evaluate()
 
-        if self._checkpoint_is_due():
-            await self.save()
-        self.context.memory.check()
-
-    def _checkpoint_is_due(self) -> bool:
-        """Whether this is the last step, a multiple of `checkpoint.every`, or the best one so far."""
         checkpoint = self.config.checkpoint
         periodic = checkpoint.every > 0 and self.version % checkpoint.every == 0
-        due = self.finished or periodic or self.context.checkpoints.is_best(self._accuracy_now)
-        return checkpoint.keep > 0 and due
+        best = self.context.checkpoints.is_best(self._accuracy_now)
+        if checkpoint.keep and (self.finished or periodic or best):
+            await self.save()
+        self.context.memory.check()
 
     @property
     def _accuracy_now(self) -> float | None:
@@ -259,9 +255,8 @@ class PlacementController(ABC):
         try:
             await asyncio.wait_for(in_thread(self.context.recorder.flush), seconds)
         except TimeoutError:
-            raise RunError(
-                f"the metrics of step {self.version} were not flushed to disk within trainer.timeout_s={seconds:g} s"
-            ) from None
+            late = f"were not flushed to disk within trainer.timeout_s={seconds:g} s"
+            raise RunError(f"the metrics of step {self.version} {late}") from None
 
     async def _evaluate(self) -> None:
         context = self.context

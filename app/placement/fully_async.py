@@ -84,7 +84,10 @@ class FullyAsync(PlacementController):
         self.require_groups(len(scored), self.producer.counts)
         if not self.config.stream:
             scored = self.producer.by_dispatch_order(scored)
-            await self._add_all(scored)
+            if scored and self.config.algorithm.needs_old_logprobs:
+                async with self.phase("old_logprobs", track="trainer", record_memory=False):
+                    await self.context.trainer.old_logprobs(scored)
+            await self.context.trainer.add_groups(scored)
 
         async with self.phase("finish", track="trainer", record_memory=False):
             await self.finish_step(step, scored, self.producer.drain_counts())
@@ -102,13 +105,6 @@ class FullyAsync(PlacementController):
             if self.config.stream and fresh:
                 await self.context.trainer.add_groups(fresh)
         return scored
-
-    async def _add_all(self, scored: list[ScoredGroup]) -> None:
-        trainer = self.context.trainer
-        if scored and self.config.algorithm.needs_old_logprobs:
-            async with self.phase("old_logprobs", track="trainer", record_memory=False):
-                await trainer.old_logprobs(scored)
-        await trainer.add_groups(scored)
 
     def _step_seconds(self) -> dict[str, float]:
         """Return the seconds of the step. `wait` is the time within the train phase without groups to train on."""

@@ -50,11 +50,7 @@ class EngineClient:
 
 
 class Teacher:
-    """One teacher, or one for each data source. Closes its connections on exit.
-
-    Args:
-        config: The settings, with the servers of `teacher.urls`.
-        pool: The engine of `teacher.path`, in place of servers.
+    """One teacher, or one for each data source: the servers of `teacher.urls`, or the engine of `pool`.
 
     Example:
         async with Teacher(config.teacher) as teacher:
@@ -104,7 +100,6 @@ class Teacher:
     async def _sequence(
         self, sequence: TokenSequence, name: str, clients: Sequence[Client | EngineClient]
     ) -> np.ndarray:
-        """Return the log-probabilities [N] of the sampled tokens."""
         if not len(sequence.logprobs):
             return np.zeros(0, dtype=np.float32)
 
