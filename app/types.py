@@ -63,9 +63,7 @@ class Prompt:
     token_ids: np.ndarray  # [P] int32
     answer: str
     source: str  # name of the data set
-    question: str = (
-        ""  # of the row, without data.prefix, data.suffix and chat template; of messages, the last one's text
-    )
+    question: str = ""  # of the row, without framing and chat template; of messages, the last one's text
     row: Mapping[str, Any] = field(default_factory=dict)  # every column of the row, as JSON values
     messages: tuple[Mapping[str, Any], ...] = ()  # of a prompt that is a conversation, as the chat template gets them
     reply: Mapping[str, Any] | None = None  # the message to imitate, of a demonstration
@@ -200,9 +198,7 @@ class Turn:
 class Episode:
     """The exchange of the policy and an environment in one trajectory."""
 
-    sequences: tuple[
-        TokenSequence, ...
-    ]  # more than one if a history was rewritten, or an agent had several conversations
+    sequences: tuple[TokenSequence, ...]  # several if a history was rewritten, or an agent had more conversations
     turns: tuple[Turn, ...]
     ending: Ending
     scores: Mapping[str, float]  # by the environment; the first one is the score

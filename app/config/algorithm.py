@@ -1,19 +1,8 @@
-"""Settings of `algorithm=`, and the table of old policies and corrections.
+"""Settings of `algorithm=`. The table of old policies and corrections is in docs/algorithms.md.
 
-ratio = π / π_old; the policy gradient is multiplied by a weight made of w = π_old(trainer) / π_rollout.
-
-| old_policy | π_old                              | correction    | weight                                        |
-|------------|------------------------------------|---------------|-----------------------------------------------|
-| trainer    | the trainer's at the step's start  | none          | 1                                             |
-| trainer    |                                    | tis           | min(w, high): decoupled PPO                   |
-| trainer    |                                    | icepop        | w inside low … high, else 0                   |
-| trainer    |                                    | kpop          | w where no binary KL is above high, else 0    |
-| trainer    |                                    | sequence_mask | 1 where the sequence's w is in bounds, else 0 |
-| rollout    | the engine's                       | none          | 1: π_old is π_rollout                         |
-
-low and high are `correction_low` and `correction_high`. A sequence's w is the geometric mean of its tokens' w. The
-weight multiplies the policy term, neither the KL term nor the entropy bonus. With one update per step π_old is the
-current policy, detached, and needs no extra forward pass.
+ratio = π / π_old. The policy term, neither the KL term nor the entropy bonus, is multiplied by a weight made of
+w = π_old(trainer) / π_rollout and of `correction_low` and `correction_high`; a sequence's w is the geometric mean of
+its tokens' w. With one update per step π_old is the current policy, detached, and needs no extra forward pass.
 """
 
 from dataclasses import dataclass

@@ -55,8 +55,8 @@ class PlacementConfig:
 
     def validate(self) -> None:
         fresh = self.max_staleness == 0
-        possible = fresh or self.kind is not PlacementKind.colocate
         accepted = "0 with placement=colocate, which is always on-policy"
+        possible = fresh or self.kind is not PlacementKind.colocate
         expect(possible, "placement.max_staleness", self.max_staleness, accepted)
         accepted = "drain with placement.max_staleness=0: no completion may continue across a weight sync"
         expect(self.in_flight is InFlight.drain or not fresh, "placement.in_flight", self.in_flight, accepted)

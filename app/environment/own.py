@@ -70,14 +70,9 @@ def check_methods(environment: Any) -> None:
 
 
 async def run_steps(environment: Any, call: Call, task: Task, policy: Policy) -> Any:
-    """Alternate policy and environment until `step` returns None or a limit is hit.
+    """Alternate policy and environment until `step` returns None or a limit is hit; return its score, None without.
 
-    Args:
-        environment: An object with `begin(task)` and `step(reply)`.
-        call: Calls its methods, plain or async.
-
-    Returns:
-        What its `score` returns, None without one.
+    `call` calls methods of the environment, plain or async.
     """
     conversation = messages_of(await call(environment.begin, task), "begin")
     try:
