@@ -181,8 +181,8 @@ class DataConfig:
         expect(self.question != "", "data.question", "''", "the name of a field of the rows")
         for name in ("answer", "answer_after", "tools", "context"):
             expect(getattr(self, name) != "", f"data.{name}", "''", "null or text")
-        marked = self.answer is None and self.answer_after is not None
-        expect(not marked, "data.answer_after", self.answer_after, "null with data.answer=null")
+        whole = self.answer is not None or self.answer_after is None
+        expect(whole, "data.answer_after", self.answer_after, "null with data.answer=null")
 
         self._validate_sources()
         if not self._has_own_rows and self.name != ENVIRONMENT:

@@ -188,16 +188,15 @@ class RunConfig:
         self._validate_rewards()
 
     def _validate_demonstrations(self) -> None:
-        placement, choice = self.placement.kind, self.environment.choice
-        sampled = "with mode=sft, which samples nothing"
+        placement, imitated, weight = self.placement.kind, self.data.demonstrations, self.algorithm.ce_coefficient
         expect(placement is PlacementKind.colocate, "placement", placement, "colocate with mode=sft")
-        expect(not self.environment.multi_turn, "environment", choice, "single_turn with mode=sft")
-        imitated, weight = self.data.demonstrations, self.algorithm.ce_coefficient
+        expect(not self.environment.multi_turn, "environment", self.environment.choice, "single_turn with mode=sft")
         expect(imitated is None, "data.demonstrations", imitated, "null with mode=sft, which imitates data.path")
         expect(weight == 1, "algorithm.ce_coefficient", weight, "1 with mode=sft, whose loss has no other component")
         for key, value in self.teacher.given_by.items():
-            expect(False, key, value, f"null {sampled}")
-        expect(not self.algorithm.needs_reference, "algorithm.kl", self.algorithm.kl, f"none {sampled}")
+            expect(False, key, value, "null with mode=sft, which samples nothing")
+        kl = self.algorithm.kl
+        expect(not self.algorithm.needs_reference, "algorithm.kl", kl, "none with mode=sft, which samples nothing")
 
     def _validate_devices(self) -> None:
         colocated = self.placement.kind is PlacementKind.colocate

@@ -94,9 +94,7 @@ def setting(
     Args:
         default: The value of a run that does not set it. Lists and mappings are copied for each instance.
         help: One sentence on what the setting means, with its unit and the meaning of null and 0.
-        at_least: A limit, as are `above`, `at_most` and `below`.
         noun: Accepted values in words, where the type does not say enough: "a number of seconds".
-        infinite: Whether infinity is accepted, as no limit.
     """
     metadata = {"help": help, "bounds": Bounds(at_least, above, at_most, below, infinite), "noun": noun}
     if isinstance(default, list | dict):

@@ -90,10 +90,7 @@ class WeightSyncConfig:
         expect(self.verify is Verify.never, "weight_sync.verify", self.verify, compares)
 
     def validate(self, *, dtype_bytes: int, starts_engines: bool, engines_keep_weights: bool) -> None:
-        """Raise `ConfigError` for a malformed target, and where delta syncs cannot work.
-
-        A delta needs weights that stay in the engines: memory that a memory saver released comes back undefined.
-        """
+        """Raise `ConfigError` for a malformed target, and where the engines cannot apply deltas to their weights."""
         check_target("weight_sync", self._target_, self.args)
         full = self.mode is SyncMode.full
         for possible, accepted in (
