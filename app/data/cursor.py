@@ -33,12 +33,7 @@ ONLY = ""  # name of the set of a run without weights
 
 
 class Epochs(Iterator[Prompt]):
-    """Endless epochs over one set of prompts, which appends the epoch to their ids.
-
-    Attributes:
-        epoch: The current epoch, from 0.
-        position: Prompts of this epoch dispatched so far.
-    """
+    """Endless epochs over one set of prompts, which appends the epoch, from 0, to their ids."""
 
     def __init__(self, prompts: Sequence[Prompt], *, seed: int, shuffle: bool) -> None:
         self._prompts = list(prompts)
@@ -67,7 +62,7 @@ class Epochs(Iterator[Prompt]):
     def restore(self, epoch: int, position: int) -> None:
         """Continue from a position in an epoch."""
         self.epoch = epoch
-        self.position = position
+        self.position = position  # prompts of this epoch dispatched so far
         # The streams of the legacy generator are frozen, so checkpoints survive a newer numpy.
         drawn = np.random.RandomState([self._seed, epoch]).permutation(len(self)) if self._shuffle else None
         self._order = np.arange(len(self)) if drawn is None else drawn
@@ -95,11 +90,8 @@ class PromptCursor(Iterator[Prompt]):
         cursor.mark_consumed([first.id])    # trained on
         cursor.requeue([second.id])         # next(cursor) returns it again
 
-    Args:
-        prompts: All training prompts, with unique ids.
-        seed: Seed of the order within each set.
-        shuffle: Shuffle in every epoch; otherwise prompts come in their order.
-        weights: By source, to mix several training sets; without weights all prompts are one set.
+    With `shuffle` each epoch of a set has another order, seeded by `seed`. `weights` by source mix several training
+    sets; without weights all prompts are one set.
     """
 
     def __init__(

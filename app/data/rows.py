@@ -202,14 +202,10 @@ def generated(name: str, sizes: GeneratedConfig, *, replies: bool = False) -> tu
 
 
 class RowReader:
-    """Reads sets of rows. Over all of them it skips at most `data.max_broken_rows` broken rows.
-
-    Attributes:
-        skipped: Broken rows so far.
-    """
+    """Reads sets of rows. Over all of them it skips at most `data.max_broken_rows` broken rows."""
 
     def __init__(self, config: DataConfig, *, replies: bool) -> None:
-        self.skipped = 0
+        self.skipped = 0  # broken rows so far
         self._config = config
         self._replies = replies
         self._errors: dict[str, list[ConfigError]] = {}  # of the skipped rows, by file or data set

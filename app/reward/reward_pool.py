@@ -25,15 +25,8 @@ CLOSED = Failure(FailureKind.died, "the scorer was closed")
 class RewardPool(WorkerPool):
     """Scores trajectories with one component; each worker process has one call at a time.
 
-    Lifecycle: start_workers → score* → close.
-
-    Args:
-        timeout_s: Deadline per trajectory.
-        log: File for their output (None: stderr).
-        warn: Called when for the first time a call is slow, or its trajectories are scored again.
-
-    Attributes:
-        retried: Trajectories that were scored again, alone.
+    Lifecycle: start_workers → score* → close. `warn` is called when for the first time a call is slow, or its
+    trajectories are scored again.
     """
 
     def __init__(
@@ -51,9 +44,9 @@ class RewardPool(WorkerPool):
         )
         super().__init__(spec, workers=workers, jobs=1, warn=self._write_to_log)
         self.component = component
-        self.retried = 0
+        self.retried = 0  # trajectories that were scored again, alone
         self._log = log
-        self._timeout_s = component.deadline_s(timeout_s)
+        self._timeout_s = component.deadline_s(timeout_s)  # per trajectory
         self._warn_user = warn
         self._warned: set[str] = set()
         self._calls: set[asyncio.Task[Outcome]] = set()

@@ -24,12 +24,8 @@ class Rollouter:
 
     Args:
         tokenizer: Decodes completions of servers that we did not start.
-        recovery: How often a request is sent again.
         episodes: Plays the episodes of an environment; None: every trajectory is a single turn.
         teacher: Adds a teacher's log-probabilities to a group that is trained on; None: there is no teacher.
-
-    Attributes:
-        finished: Groups finished so far.
     """
 
     def __init__(
@@ -49,7 +45,7 @@ class Rollouter:
         self.requests = Requests(timeline, recovery)
         self.episodes = episodes
         self.teacher = teacher
-        self.finished = 0
+        self.finished = 0  # groups
 
     async def group(
         self,

@@ -74,19 +74,14 @@ def grouped(metrics: Mapping[str, float | None]) -> dict[str, float]:
 
 
 class Progress:
-    """`tracking/<dashboard>.json`: the dashboard's run id and the last step that it confirmed, for resumed runs.
-
-    Attributes:
-        run_id: The run id of the earlier attempt; None for a new run.
-        last_step: The last step that the dashboard has from earlier attempts; -1 if there is none.
-    """
+    """`tracking/<dashboard>.json`: the dashboard's run id and the last step that it confirmed, for resumed runs."""
 
     def __init__(self, options: DashboardOptions) -> None:
         self._path = options.folder.with_suffix(".json")
         resumed = options.resumed_at is not None and self._path.exists()
         self._content = json.loads(self._path.read_text(encoding="utf-8")) if resumed else {}
-        self.run_id: str | None = self._content.get("run_id")
-        self.last_step = int(self._content.get("last_step", -1))
+        self.run_id: str | None = self._content.get("run_id")  # of the earlier attempt; None for a new run
+        self.last_step = int(self._content.get("last_step", -1))  # that the dashboard has from earlier attempts
 
     def opened(self, run_id: str) -> None:
         self._write(run_id=run_id)

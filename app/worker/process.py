@@ -37,17 +37,11 @@ class WorkerProcess:
     """A process group. Only `start` raises; everything else is idempotent.
 
     Lifecycle: start → kill → reap, or start → end.
-
-    Attributes:
-        handler: Module that it serves with.
-        python: Interpreter. None: ours, with our `sys.path`. Another one has the working directory and its own
-            packages.
-        log: File that its output is appended to (None: stderr).
     """
 
-    handler: str
-    python: str | None
-    log: Path | None
+    handler: str  # module that it serves with
+    python: str | None  # interpreter, with the working directory and its own packages; None: ours, with our `sys.path`
+    log: Path | None  # file that its output is appended to; None: stderr
     _process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -84,12 +78,9 @@ class WorkerProcess:
         self._wait(KILL_TIMEOUT_S)
 
     def end(self) -> str:
-        """Kill what is left of a process that has ended or is about to.
+        """Kill what is left of a process that has ended or is about to: its children first, while its id is its own.
 
-        Its children are killed before it is reaped, while its id is its own.
-
-        Returns:
-            How it ended, for a sentence: ` (exit code 3)`, ` (signal 9)`, or nothing if that is not known.
+        Returns how it ended, for a sentence: ` (exit code 3)`, ` (signal 9)`, or nothing if that is not known.
         """
         self.kill()
         code = self._wait(EXIT_TIMEOUT_S)

@@ -46,12 +46,7 @@ def make(settings: Mapping[str, Any]) -> partial["OpenEnv"]:
 
 
 class OpenEnv:
-    """The environment of one episode.
-
-    Args:
-        tools: The action as a tool; none for a policy whose template has no tools.
-        reset: `environment.args`.
-    """
+    """The environment of one episode. `tools`: the action as a tool, if the template has tools; `reset`: its args."""
 
     def __init__(
         self, server: Server, schema: Mapping[str, Any], tools: Sequence[Tool], reset: Mapping[str, Any]

@@ -54,12 +54,7 @@ NO_REASONING = re.compile(r"</?think>")
 
 
 class ChatRenderer:
-    """Messages by a chat template.
-
-    Attributes:
-        tokenizer: Of the model.
-        tool_syntax: Name of the syntax in which the template writes tool calls; None if there is none.
-    """
+    """Messages by a chat template."""
 
     def __init__(
         self,

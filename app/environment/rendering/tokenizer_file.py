@@ -23,12 +23,7 @@ def import_package(name: str) -> Any:
 
 
 class TokenizerFile:
-    """A tokenizer with the methods that the `renderers` package asks for.
-
-    Attributes:
-        backend: The `tokenizers.Tokenizer`.
-        stop_ids: Tokens that end a reply, those of the model's configuration.
-    """
+    """A tokenizer with the methods that the `renderers` package asks for. `backend`: the `tokenizers.Tokenizer`."""
 
     unk_token_id: int | None = None  # `convert_tokens_to_ids` returns None for what is missing
 

@@ -82,10 +82,7 @@ class UntrainedPolicy:
 class Host:
     """A loaded environment, which plays all episodes of a worker.
 
-    What an episode holds, verifiers frees when it ends or is cancelled.
-
-    Attributes:
-        info: For the driver.
+    verifiers frees what an episode holds when it ends or is cancelled.
     """
 
     def __init__(
@@ -101,7 +98,7 @@ class Host:
             missing = error.name or str(error).partition(". ")[0]
             raise LoadError(f"environment.id={package} is not installed ({missing})") from error
 
-        self.info: Mapping[str, Any] = {}
+        self.info: Mapping[str, Any] = {}  # for the driver
         self._model_path = model_path
         self._renderer = renderer
         self._env = load_environment(_with_our_limits(config, args, max_turns))

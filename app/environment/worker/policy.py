@@ -42,14 +42,9 @@ AskEngine = Callable[[int, Sequence[int], int | None, bool], Awaitable[Answer]]
 
 
 class EpisodePolicy:
-    """`protocol.Policy` of one episode.
+    """`protocol.Policy` of one episode. `opening`: messages of the data set's prompt, of which `prompt` has the tokens.
 
-    Args:
-        ask: Samples from an engine.
-        opening: Messages of the data set's prompt.
-        prompt: Their token ids.
-        clock: Measures the environment's own time.
-        url: Opens an endpoint for OpenAI clients; returns its base URL.
+    `ask` samples from an engine; `url` opens an endpoint for OpenAI clients and returns its base URL.
     """
 
     def __init__(

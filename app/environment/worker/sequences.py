@@ -51,18 +51,10 @@ class Continuation:
 
 
 class EpisodeSequences:
-    """The sequences of one episode.
-
-    Args:
-        max_observation_tokens: A longer observation is cut.
-        prompt: Messages of the data set's prompt, for which a conversation of None stands.
-
-    Attributes:
-        all: By number.
-    """
+    """The sequences of one episode. `prompt`: the data set's messages, for which a conversation of None stands."""
 
     def __init__(self, renderer: Renderer, max_observation_tokens: int, prompt: Sequence[Message]) -> None:
-        self.all: list[OpenSequence] = []
+        self.all: list[OpenSequence] = []  # by number
         self._renderer = renderer
         self._max_observation_tokens = max_observation_tokens
         self._prompt = prompt

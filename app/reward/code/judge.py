@@ -24,6 +24,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
+from functools import partial
+from itertools import takewhile
 from typing import Any
 
 from app.reward.code.row_tests import RETURNS, Asserts, Stdin, Tests
@@ -52,16 +54,11 @@ class Judge:
 
     def passed(self, code: str, tests: Tests) -> int:
         deadline = time.monotonic() + self.timeout_s
+        until_failed: Any = partial(takewhile, bool) if self.stop_early else iter
         if isinstance(tests, Stdin):
-            return sum(self._until_failed(self._scripts(code, tests, deadline)))
+            return sum(until_failed(self._scripts(code, tests, deadline)))
         with self.sandbox.started(code, self.timeout_s) as ask:
-            return sum(forked(self._until_failed(statements(ask, tests)), deadline))
-
-    def _until_failed(self, verdicts: Iterator[bool]) -> Iterator[bool]:
-        for passed in verdicts:
-            yield passed
-            if not passed and self.stop_early:
-                break
+            return sum(forked(until_failed(statements(ask, tests)), deadline))
 
     def _scripts(self, code: str, tests: Stdin, deadline: float) -> Iterator[bool]:
         for given, expected in tests.cases:
@@ -171,7 +168,7 @@ class Session(dict[str, Any]):
         if type(value) is dict:
             return f"dict({self.source(list(value.items()))})"
         try:
-            return f"loads({pickle.dumps(value)!r})"
+            return f"__import__('pickle').loads({pickle.dumps(value)!r})"
         except (pickle.PicklingError, AttributeError, TypeError):
             if not callable(value):
                 raise
@@ -264,14 +261,8 @@ for _name in ("eq", "lt", "le", "gt", "ge"):
 def returns(function: Callable[..., Any], text: str) -> None:
     """Assert a function's result, compared as JSON, which has no tuples. APPS wraps some results in a list of one."""
     args, expected = json.loads(text)
-    found = _lists(function(*args))
+    found = json.loads(json.dumps(function(*args)))
     assert found == expected or (isinstance(expected, list) and [found] == expected)
-
-
-def _lists(value: Any) -> Any:
-    if isinstance(value, list | tuple):
-        return [_lists(each) for each in value]
-    return {str(key): _lists(each) for key, each in value.items()} if isinstance(value, dict) else value
 
 
 def same_lines(found: str, expected: str) -> bool:

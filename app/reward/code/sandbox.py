@@ -169,21 +169,16 @@ def seccomp_filter() -> bytes:
     program: list[Instruction] = [(LOAD, 0, 0, 4), (EQUALS, 1, 0, architecture), (RETURN, 0, 0, KILL), (LOAD, 0, 0, 0)]
     for entry in ALLOWED.split(","):
         name, *numbers = entry.split()
+        block: list[Instruction] = []  # decides by the call's arguments, of which it compares the lower 32 bits
+        for argument, values in VALUES.get(name, {}).items():
+            block.append((LOAD, 0, 0, 16 + 8 * argument))
+            block += [(EQUALS, len(values) - index, 0, value) for index, value in enumerate(values)]
+            block.append((RETURN, 0, 0, REFUSE))
+        if name in BITS:
+            argument, bits, required = BITS[name]
+            block += [(LOAD, 0, 0, 16 + 8 * argument), (HAS_BITS, int(required), int(not required), bits)]
+            block.append((RETURN, 0, 0, REFUSE))
+        block.append((RETURN, 0, 0, ALLOW))
         if numbers[column] != "-":
-            block = _decision(name)
             program += [(EQUALS, 0, len(block), int(numbers[column])), *block]
     return b"".join(struct.pack("=HBBI", *each) for each in [*program, (RETURN, 0, 0, REFUSE)])
-
-
-def _decision(name: str) -> list[Instruction]:
-    """Return the instructions that decide by a call's arguments, of which they compare the lower 32 bits."""
-    block: list[Instruction] = []
-    for argument, values in VALUES.get(name, {}).items():
-        block.append((LOAD, 0, 0, 16 + 8 * argument))
-        block += [(EQUALS, len(values) - index, 0, value) for index, value in enumerate(values)]
-        block.append((RETURN, 0, 0, REFUSE))
-    if name in BITS:
-        argument, bits, required = BITS[name]
-        block += [(LOAD, 0, 0, 16 + 8 * argument), (HAS_BITS, int(required), int(not required), bits)]
-        block.append((RETURN, 0, 0, REFUSE))
-    return [*block, (RETURN, 0, 0, ALLOW)]

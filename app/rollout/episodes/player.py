@@ -39,21 +39,14 @@ def episode_failures(max_fraction: float, window: int, warn: Callable[[str], Non
 
 
 class Episodes:
-    """Plays the episodes of groups.
-
-    Args:
-        seed: Of the run; the members of a group have the same seed.
-
-    Attributes:
-        progress: Messages of environments so far.
-    """
+    """Plays the episodes of groups. The members of a group have the same seed, which follows from the run's."""
 
     def __init__(self, environments: EnvironmentPool, limits: EpisodeLimits, failures: FailureWindow, seed: int):
         self.environments = environments
         self.limits = limits
         self.failures = failures
         self.seed = seed
-        self.progress = 0
+        self.progress = 0  # messages of environments so far
         self._groups: dict[str, EpisodeGroup] = {}  # by prompt id
 
     async def play(self, spec: GroupSpec, pool: EnginePool, requests: Requests) -> list[Trajectory]:
