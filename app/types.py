@@ -264,14 +264,12 @@ class Trajectory:
 
     @property
     def oldest_version(self) -> int:
-        """The oldest policy version that sampled a token."""
         if self.episode is None:
             return self.completion.oldest_version
         return min(span.version for sequence in self.episode.sequences for span in sequence.spans)
 
     @property
     def truncated(self) -> bool:
-        """Whether a token limit ended it."""
         return self.completion.truncated if self.episode is None else self.episode.ending is Ending.length
 
 

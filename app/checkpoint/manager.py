@@ -54,17 +54,14 @@ class CheckpointManager:
         ...                                                              # training continues
         await checkpoints.wait()                                         # step_10 is committed
 
-    Args:
-        keep: How many of the newest checkpoints to keep. While a checkpoint is being written, one more exists.
-        keep_best: Also keep the one with the highest accuracy.
-        timeout_s: Deadline of a write.
+    While a checkpoint is being written, one more than `keep`, or two with `keep_best`, exist.
     """
 
     def __init__(self, folder: Path, keep: int, *, keep_best: bool = False, timeout_s: float = 1800.0):
         self.folder = folder / FOLDER
         self.keep = keep
         self.keep_best = keep_best
-        self.timeout_s = timeout_s
+        self.timeout_s = timeout_s  # deadline of a write
         self._best: tuple[Path, float] | None = None  # the best checkpoint and its accuracy
         self._writing: asyncio.Task[None] | None = None
         self._target: Path | None = None  # of the newest write

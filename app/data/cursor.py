@@ -43,7 +43,6 @@ class Epochs(Iterator[Prompt]):
         self.restore(0, 0)
 
     def __len__(self) -> int:
-        """Prompts per epoch."""
         return len(self._prompts)
 
     def __next__(self) -> Prompt:
@@ -116,7 +115,6 @@ class PromptCursor(Iterator[Prompt]):
         self._requeued: deque[str] = deque()
 
     def __len__(self) -> int:
-        """Number of distinct prompts."""
         return len(self.prompts)
 
     def __next__(self) -> Prompt:

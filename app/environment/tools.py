@@ -145,7 +145,6 @@ class ToolLoop:
             return  # the policy has noted which limit it was
 
     async def _answers(self, reply: Reply, policy: Policy) -> list[Message]:
-        """Make the calls of a reply, one after the other; return a message for each."""
         answers: list[Message] = []
         for call in reply.tool_calls:
             try:

@@ -37,15 +37,11 @@ POLL_INTERVAL_S = 0.05
 
 
 class Offload:
-    """Memory offload of one trainer rank, its extension `OFFLOAD`.
-
-    Args:
-        moves: Whether to move memory at all. False on devices where trainer and engine do not share memory.
-    """
+    """Memory offload of one trainer rank, its extension `OFFLOAD`."""
 
     def __init__(self, rank: "TrainerRank", *, moves: bool):
         self.rank = rank
-        self.moves = moves
+        self.moves = moves  # False on devices where trainer and engine do not share memory
         # Kept while a region is on the device: pinning memory is slow.
         self._copies: dict[TrainerMemory, HostCopy] = {}
 
@@ -179,7 +175,6 @@ class HostCopy:
         self._chunks = [torch.empty(size, dtype=torch.uint8, pin_memory=pin) for size in sizes]
 
     def fits(self, storages: Sequence[torch.UntypedStorage]) -> bool:
-        """Whether this copy was made for these storages, in their present sizes."""
         return self._sizes == {storage._cdata: storage.nbytes() for storage in storages}
 
     def copy_from_device(self) -> None:

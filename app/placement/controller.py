@@ -94,7 +94,6 @@ class PlacementController(ABC):
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
 
     def _step_seconds(self) -> dict[str, float]:
-        """Return the seconds of the current step's phases so far, and as `step` their sum."""
         return {"step": sum(self.seconds.values()), **self.seconds}
 
     # --- within a step

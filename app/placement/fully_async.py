@@ -78,7 +78,6 @@ class FullyAsync(PlacementController):
         await self.commit(sync, idle)
 
     async def _train(self, step: int) -> list[ScoredGroup]:
-        """Train one step; returns its groups."""
         await self.context.trainer.begin_step(version=step)
         scored = await self._collect()
         self.require_groups(len(scored), self.producer.counts)

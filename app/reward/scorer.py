@@ -50,9 +50,7 @@ class Scorer:
         scorer.check()                             # at the end of each step
         scorer.close()
 
-    Args:
-        step_trajectories: Trajectories per step, the window over which failures are counted.
-        log: File for the output of the workers (None: stderr).
+    Failures are counted over `step_trajectories`. The workers' output goes to the file `log` (None: stderr).
     """
 
     def __init__(

@@ -136,7 +136,6 @@ class Rollouter:
 
     @property
     def last_failure(self) -> str:
-        """Why the last episode failed; empty without one."""
         return self.episodes.failures.last if self.episodes else ""
 
     @property
@@ -145,7 +144,6 @@ class Rollouter:
         return self.finished, self.pool.progress, self.episodes.progress if self.episodes else 0
 
     def describe(self) -> str:
-        """Describe what is in flight and which engines are ready, in one line."""
         in_flight = self.requests.in_flight
         places = [f"{prompt_id} {place}" for prompt_id, place in itertools.islice(in_flight.items(), MAX_PROMPTS_SHOWN)]
         shown = f" ({', '.join(places)}{', …' if len(in_flight) > MAX_PROMPTS_SHOWN else ''})" if places else ""

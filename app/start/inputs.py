@@ -134,7 +134,6 @@ class RunInputs:
 
     @cached_property
     def demonstrator(self) -> "Demonstrator":
-        """Renders what the run imitates."""
         from app.data.demonstrations import Demonstrator
 
         return Demonstrator(self.config.data, self.tokenizer, stop_ids(self.model_path), self.config.rollout.max_tokens)

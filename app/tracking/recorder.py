@@ -111,7 +111,6 @@ class RunFolderRecorder:
         return stop_reason(self.config.stop, self._summary.accuracies, step=step, last_step=self.config.steps)
 
     def status(self, text: str) -> None:
-        """Show and log the current activity between steps ("starting the engine")."""
         log.info(text)
         self._console.status(text)
 

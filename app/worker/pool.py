@@ -144,7 +144,6 @@ class WorkerPool:
         await self._start(await self._swap_in_successor(worker))
 
     async def _swap_in_successor(self, worker: RemoteWorker) -> RemoteWorker:
-        """Return the successor of a worker that has ended."""
         successor = self._new_worker()
         self._workers[self._workers.index(worker)] = successor
         self._replaced.add(worker)

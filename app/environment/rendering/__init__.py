@@ -64,7 +64,6 @@ class PlainRenderer:
     def following(
         self, token_ids: Sequence[int], messages: Sequence[Message], tools: Tools | None = None
     ) -> list[int] | None:
-        """Return the new messages' tokens, after the end-of-sequence token that a truncated reply lacks."""
         if any(message["role"] == "assistant" for message in messages):
             return None
 

@@ -74,7 +74,6 @@ class ChatRenderer:
         self.after_reply([QUESTION], None)
 
     def opening(self, messages: Sequence[Message], tools: Tools | None = None) -> list[int]:
-        """Return the conversation by the template, up to the policy's reply."""
         if tools and self.tool_syntax is None:
             raise ValueError(
                 f"the chat template of {self.tokenizer.name_or_path} has no known syntax of tool calls: give a model "
@@ -86,7 +85,6 @@ class ChatRenderer:
     def following(
         self, token_ids: Sequence[int], messages: Sequence[Message], tools: Tools | None = None
     ) -> list[int] | None:
-        """Return the tokens after a sequence, or None where the template would rewrite it."""
         if any(message["role"] == "assistant" for message in messages):
             return None
         by_user = any(message["role"] == "user" for message in messages)
@@ -119,7 +117,6 @@ class ChatRenderer:
         return reply.strip() not in self._template.render([QUESTION, sampled, QUESTION if by_user else RESULT], tools)
 
     def parse(self, token_ids: Sequence[int], prompt_ids: Sequence[int] = (), tools: Tools | None = None) -> Reply:
-        """Return text, reasoning and tool calls of a reply; problems of a call stand in its status."""
         sampled = list(token_ids)
         content = sampled[:-1] if sampled and sampled[-1] in self.tokenizer.stop_ids else sampled
         try:
@@ -134,7 +131,6 @@ class ChatRenderer:
         return Reply(parsed.content.strip(), reasoning, calls, truncated=False, token_ids=tuple(sampled))
 
     def read(self, token_ids: Sequence[int]) -> list[Message]:
-        """Return the messages between ChatML's markers; of another template, all of it as one message."""
         text = self.tokenizer.decode(token_ids)
         if self.tokenizer.convert_tokens_to_ids(START) is not None:
             return messages_in(text)

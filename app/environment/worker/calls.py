@@ -78,10 +78,7 @@ def _result_or_error(function: Callable[..., Any], *args: Any) -> tuple[Any, Bas
 class Clock:
     """Measures an episode's time in its environment's own code, without waiting for engines.
 
-    A segment is the time between two requests to the policy.
-
-    Args:
-        timeout_s: Limit of one segment, or of one call of `begin`, `step` or `score`.
+    `timeout_s` limits a segment, which is the time between two requests to the policy, or a call of a method.
     """
 
     def __init__(self, timeout_s: float) -> None:

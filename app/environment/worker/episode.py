@@ -54,12 +54,7 @@ class Framing:
 
 
 class Episode:
-    """Plays one episode.
-
-    Args:
-        ask: Generates a continuation.
-        url: Returns the base URL of an episode's policy.
-    """
+    """Plays one episode. `ask` generates a continuation; `url` returns the base URL of an episode's policy."""
 
     def __init__(
         self,

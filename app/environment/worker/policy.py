@@ -81,7 +81,6 @@ class EpisodePolicy:
 
     @property
     def turns(self) -> list[dict[str, Any]]:
-        """The turns as text: role, text, tokens and seconds."""
         return self._transcript.turns
 
     async def __call__(
@@ -137,7 +136,6 @@ class EpisodePolicy:
             task.cancel()
 
     def _check_limits(self, max_tokens: int | None) -> None:
-        """Raise `EpisodeOver` where the episode has reached a limit."""
         if max_tokens is not None and max_tokens < 1:
             raise ValueError(f"max_tokens={max_tokens} is not accepted: give at least 1")
         if self._closed:
@@ -154,7 +152,6 @@ class EpisodePolicy:
     def _continuation(
         self, messages: Sequence[Message] | None, conversation: Conversation, tools: Sequence[Tool] | None
     ) -> tuple[Continuation, Sequence[Message]]:
-        """Return where a conversation continues, and its messages that are new there."""
         if messages is None and not tools:
             return self._sequences.new(self._prompt), self._opening  # as the driver rendered it
         if messages is None:

@@ -85,7 +85,6 @@ class EpisodeSequences:
         return Continuation(best, token_ids[length:], len(token_ids) - length if length else 0)
 
     def new(self, token_ids: Sequence[int]) -> Continuation:
-        """Return the continuation of an opening that was rendered already."""
         return Continuation(len(self.all), list(token_ids), 0)
 
     def extend(self, continuation: Continuation) -> OpenSequence:
@@ -98,7 +97,6 @@ class EpisodeSequences:
         return sequence
 
     def remember(self, conversation: Conversation, reply: Reply, end: ReplyEnd) -> None:
-        """Note where a conversation and the reply to it end."""
         self._reply_ends.setdefault((*conversation, message_key(reply.message)), []).append(end)
 
     def _opening(

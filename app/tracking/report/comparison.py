@@ -56,7 +56,6 @@ class Comparison:
 
     @property
     def settings(self) -> list[str]:
-        """The keys that vary besides the seed."""
         return [key for key in self.keys if key != SEED]
 
     @property

@@ -180,7 +180,6 @@ def _changes(run: RunData) -> str:
 
 
 def _differences(runs: Sequence[RunData], names: Sequence[str]) -> str:
-    """Return a table of the settings that differ between the runs."""
     rows = []
     for key in sorted({key for run in runs for key in run.config}):
         values = [run.config.get(key, MISSING) for run in runs]
@@ -197,7 +196,6 @@ def _escaped(rows: Sequence[Sequence[str]]) -> list[list[str]]:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
-    """Return a table whose first row is its head. The cells are markup."""
     top = "".join(f"<th>{cell}</th>" for cell in rows[0])
     body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows[1:])
     return f"<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>"

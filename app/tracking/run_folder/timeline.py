@@ -54,7 +54,6 @@ class Timeline:
         self._next_write = self.now() + WRITE_EVERY_S
 
     def now(self) -> float:
-        """Return Unix seconds from this timeline's steady clock."""
         return self._clock_zero + time.perf_counter()
 
     @contextmanager

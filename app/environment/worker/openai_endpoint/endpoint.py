@@ -85,7 +85,6 @@ class Endpoint:
             self._loop.call_soon_threadsafe(task.cancel)
 
     def _listen(self) -> str:
-        """Listen from now on, and return the server's origin."""
         with self._lock:
             if self._socket is None:
                 self._socket = socket.create_server(("127.0.0.1", 0), backlog=512)
