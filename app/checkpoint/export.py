@@ -17,7 +17,6 @@ import re
 import shutil
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from app.checkpoint.folder import latest
 from app.checkpoint.manager import CheckpointManager
@@ -161,21 +160,17 @@ def model_card(run: Path, source: Path, step: int, *, adapter: bool = False) -> 
         tags=[algorithm, *([] if imitated else ["reinforcement-learning"]), *(["lora"] if adapter else [])],
         **dict(LICENSE.findall(base_card.partition("\n---")[0])),
     )
-    facts = {"base model": base_name, "steps": step, **_settings(config), **_evaluations(run, step)}
+    shown = ["algorithm.name", "algorithm.prompts_per_step", "algorithm.group_size", "data.name", "trainer.lr"]
+    shown += ["model.lora.rank", "model.lora.alpha"] if config.get("model.lora.rank") else []
+    shown += [key for key in config if key.startswith(("reward.components", "reward._target_")) and config[key]]
+    settings = {f"`{key}`": config[key] for key in shown if key in config}
+    facts = {"base model": base_name, "steps": step, **settings, **_evaluations(run, step)}
     facts["trained with"] = f"{DISTRIBUTION} {version(DISTRIBUTION)}"
 
     name = f"{base_name.rpartition('/')[2]}-{algorithm}"
     load = (LOAD_ADAPTER if adapter else LOAD).format(base=base_name, name=name)
     rows = "\n".join(f"| {key} | {value} |" for key, value in facts.items())
     return f"---\n{front.to_yaml()}\n---\n\n# {name}\n\n| | |\n|---|---|\n{rows}\n\n```python\n{load}\n```\n"
-
-
-def _settings(config: dict[str, Any]) -> dict[str, Any]:
-    shown = ["algorithm.name", "algorithm.prompts_per_step", "algorithm.group_size", "data.name", "trainer.lr"]
-    if config.get("model.lora.rank"):
-        shown += ["model.lora.rank", "model.lora.alpha"]
-    shown += [key for key in config if key.startswith(("reward.components", "reward._target_")) and config[key]]
-    return {f"`{key}`": config[key] for key in shown if key in config}
 
 
 def _evaluations(run: Path, step: int) -> dict[str, str]:

@@ -198,8 +198,13 @@ class RunFolderRecorder:
         written = {"timeline": self.folder / timeline.NAME} if (self.folder / timeline.NAME).exists() else {}
         dashboards.close_all(self._dashboards or (), status.value, DASHBOARD_DEADLINE_S[status])
 
+        from app.tracking.report.page import NAME, unhealthy, write_report
+
         totals = {**self._summary.values, "total/seconds": self._summary.seconds}
-        self._console.end(status.value, totals, {**self._write_report(), **written, **self._kept})
+        report = self.folder / NAME
+        reported = self._try(NAME, partial(write_report, self.folder, report))
+        shown: dict[str, Path | str] = {**unhealthy(self.folder), "report": report} if reported else {}
+        self._console.end(status.value, totals, {**shown, **written, **self._kept})
         if unsaved is not None and status is Status.finished:
             raise unsaved
 
@@ -268,14 +273,6 @@ class RunFolderRecorder:
             warn=self.warn,
             args=tracking.args,
         )
-
-    def _write_report(self) -> dict[str, Path | str]:
-        from app.tracking.report.page import NAME, unhealthy, write_report
-
-        report = self.folder / NAME
-        if not self._try(NAME, partial(write_report, self.folder, report)):
-            return {}
-        return {**unhealthy(self.folder), "report": report}
 
 
 def evaluation_metrics(results: Mapping[str, Metrics]) -> dict[str, float]:

@@ -28,7 +28,6 @@ from app.environment.wire import Answer, Limits
 from app.environment.worker.calls import Clock
 from app.environment.worker.sequences import (
     Continuation,
-    Conversation,
     EpisodeSequences,
     OpenSequence,
     ReplyEnd,
@@ -89,7 +88,14 @@ class EpisodePolicy:
         self._check_limits(max_tokens)
         messages = None if messages is None else normalized(messages)
         conversation = conversation_key(messages, tools)
-        continuation, new = self._continuation(messages, conversation, tools)
+        if messages is None:  # as the driver rendered it, without tools
+            rendered = None if tools else self._sequences.new(self._prompt)
+            continuation = rendered or self._sequences.continuation((), conversation, tools)[0]
+            new = self._opening
+        elif not messages:
+            raise ValueError("a conversation has at least one message; None stands for the data set's prompt")
+        else:
+            continuation, new = self._sequences.continuation(messages, conversation, tools)
         self._transcript.add_messages(new, len(continuation.append))
 
         started = time.monotonic()
@@ -148,17 +154,6 @@ class EpisodePolicy:
     def _over(self, reason: EpisodeOver) -> EpisodeOver:
         self.ending = reason.ending
         return reason
-
-    def _continuation(
-        self, messages: Sequence[Message] | None, conversation: Conversation, tools: Sequence[Tool] | None
-    ) -> tuple[Continuation, Sequence[Message]]:
-        if messages is None and not tools:
-            return self._sequences.new(self._prompt), self._opening  # as the driver rendered it
-        if messages is None:
-            return self._sequences.continuation((), conversation, tools)[0], self._opening
-        if not messages:
-            raise ValueError("a conversation has at least one message; None stands for the data set's prompt")
-        return self._sequences.continuation(messages, conversation, tools)
 
     async def _sample(
         self, continuation: Continuation, sequence: OpenSequence, max_tokens: int | None, logprobs: bool
