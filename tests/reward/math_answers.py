@@ -269,18 +269,18 @@ DIFFERENT = {  # where math-verify's verdict is not ours: ours is the human's
         (r"2\sqrt{3}", r"\boxed{2√3}"),
         (r"(-\infty,2]", r"\boxed{(-∞,2]}"),
     ],
-    r"Punctuation and `**` around an answer, and `\text` around a number, mean nothing": [
+    r"Punctuation and `**` around an answer, and `\text` around a number, are ignored": [
         ("5", r"\boxed{5.}"),
         ("42", r"\boxed{:42}"),
         ("42", r"\boxed{**42**}"),
         ("0.5", r"\boxed{\text{.5}}"),
     ],
-    "Words of three letters and more are compared as words, not as products of variables": [
+    "Words of three or more letters are compared as words, not as products of variables": [
         ("Paris", r"\boxed{sPiar}"),
         ("yes", "#### yes"),
     ],
     "The last box counts, not the set of all boxes": [("2", r"first \boxed{1}, then \boxed{2}.")],
-    "What follows `####` counts, not the last number of the text": [
+    "The text after `####` counts, not the last number of the completion": [
         ("3", "#### 10\n\nSo 3 people remain."),
         ("10", "#### 10\n\nSo 3 people remain."),
     ],
@@ -289,7 +289,7 @@ DIFFERENT = {  # where math-verify's verdict is not ours: ours is the human's
         ("3", r"#### 3\pi"),
         ("3", "#### 3 + x"),
     ],
-    "Units that differ are different": [
+    "Different units are different answers": [
         ("$5", r"\boxed{5 cents}"),
         (r"25\text{ cm}^2", r"\boxed{25\text{ cm}^3}"),
         (r"25\text{ cm}^2", r"\boxed{25\text{ cm}}"),
@@ -303,7 +303,7 @@ DIFFERENT = {  # where math-verify's verdict is not ours: ours is the human's
         ("7 km", r"\boxed{7 cm}"),
         ("7 m", r"\boxed{7 mm}"),
     ],
-    "Dates, times and ranges are no sums": [
+    "Dates, times and ranges are not arithmetic": [
         ("1/3", r"\boxed{10:30}"),
         ("10:30", "It starts at 10:30."),
         ("10:30", r"\boxed{1/3}"),
