@@ -22,11 +22,13 @@ class Schedule(Enum):
 
 
 class Checkpointing(Enum):
-    """Decoder layers whose activations are recomputed in the backward pass."""
+    """What the backward pass recomputes of each decoder layer: less first."""
 
     none = "none"
-    some = "some"
+    matmuls = "matmuls"  # all but the results of matrix products and of attention
+    attention = "attention"  # all but the result of attention
     all = "all"
+    auto = "auto"
 
 
 class Compile(Enum):
@@ -57,10 +59,12 @@ class TrainerConfig:
         8192, "Tokens per rank in one forward-backward pass; a longer trajectory gets its own.", at_least=1
     )
     activation_checkpointing: Checkpointing = setting(
-        Checkpointing.none, "Layers whose activations are recomputed in the backward pass; some is every other one."
+        Checkpointing.auto,
+        "What the backward pass recomputes of a layer: none, all, or all but attention or matmuls (both are kept); "
+        "auto is the least that leaves a tenth of the device.",
     )
     compile: Compile = setting(
-        Compile.auto, "torch.compile of norms, MLPs and the LM head's loss; auto compiles where a device gains by it."
+        Compile.auto, "torch.compile of norms, gates and the LM head's loss; auto compiles where a device gains by it."
     )
     timeout_s: float = setting(1800.0, "Deadline of one call to the trainer ranks.", above=0, noun=SECONDS)
     profile_steps: list[int] = setting(

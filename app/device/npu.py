@@ -142,5 +142,6 @@ DEVICE = Device(
     # activation.
     linear_widths=4.0,
     linear_widths_kept=3.0,
+    softmax_width=16,
     steps_in_place=True,
 )

@@ -34,6 +34,7 @@ from app.config.placement import PlacementKind
 from app.device import Device, device_of
 from app.errors import RunError, TrainerError
 from app.mode import ModeResult
+from app.model.architecture import architecture_of
 from app.model.hf_directory import identity
 from app.placement.colocate import Colocate
 from app.placement.context import RunContext
@@ -90,7 +91,10 @@ async def _train(
     recorder: RunFolderRecorder,
     schedule: type[PlacementController] | None,
 ) -> None:
+    from app.mode.plan.memory import with_recomputation
+
     device = device_of(config.device.kind)
+    config = with_recomputation(config, device, architecture_of(config.model))
     for sentence in idle_settings(config, given_settings()):
         recorder.warn(sentence)
     async with start_rollout_workers(config, device, folder, inputs, recorder) as workers:

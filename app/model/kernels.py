@@ -1,7 +1,7 @@
 """Kernels of a policy on its device: its own attention, the size of the LM head's chunks, compiled parts.
 
-torch compiles the parts that it otherwise computes in many passes over memory: the norms, the MLPs with their
-activation, and the LM head's loss of a chunk's logits. Each of them takes tensors only, so that packed sequences of any
+torch compiles the parts that it otherwise computes in many passes over memory: the norms, the gates of the MLPs, and
+the LM head's loss of a chunk's logits. Each of them takes tensors only, so that packed sequences of any
 lengths share one graph per shape of the model. FSDP2's hooks stay outside: they run around `forward`, which is what is
 compiled.
 
@@ -26,6 +26,7 @@ from app.model.attention import SILU, VarlenKernel
 
 NORM, GATED_NORM = "RMSNorm", "RMSNormGated"
 MLP = "MLP"
+GATED = ("gate_proj", "up_proj", "down_proj", "act_fn")  # modules of an MLP that multiplies with act_fn(gate)
 # Families whose modules fused operators replace: what they compute is the same in transformers 5.12 to 5.23.
 FUSED_FAMILIES = tuple(
     f"transformers.models.{family}.modeling_{family}" for family in ("llama", "qwen2", "qwen3", "qwen3_5")
@@ -45,7 +46,7 @@ class Kernels:
     linear: LinearKernels | None = None  # the device's own of linear attention; None: transformers' reference
     head_chunk: int = 2**21  # logits that the LM head computes at once
     head_vocabulary: int | None = 1024  # entries of the vocabulary among them, at most; None: all
-    compiled: bool = False  # whether torch compiles the norms, the MLPs and the head's loss
+    compiled: bool = False  # whether torch compiles the norms, the MLPs' gates and the head's loss
     elementwise: Elementwise | None = None  # the device's own operators for norms, MLPs and rotary embeddings
 
 
@@ -73,11 +74,31 @@ def kernels_of(device: Device, compiled: Compile) -> Kernels:
 
 
 def compile_elementwise(decoder: nn.Module) -> None:
-    """Compile the norms and MLPs of a decoder. Modules of one class share their graphs."""
+    """Compile the norms of a decoder and the gates of its MLPs. Modules of one class share their graphs.
+
+    A matrix product inside of a graph would be recomputed where `trainer.activation_checkpointing` keeps those.
+    """
     for module in decoder.modules():
+        name = type(module).__name__
         fused = type(module).__module__.startswith("fla.")  # a kernel already, in some versions of transformers
-        if type(module).__name__.endswith((NORM, GATED_NORM, MLP)) and not fused:
+        if name.endswith((NORM, GATED_NORM)) and not fused:
             module.forward = _compiled(module.forward)
+        elif name.endswith(MLP) and all(hasattr(module, each) for each in GATED):
+            _compile_gate(module)
+
+
+def _compile_gate(mlp: Any) -> None:
+    gate = _compiled(MethodType(_gate, mlp))  # a method, since each closure would have graphs of its own
+
+    def forward(hidden: Tensor) -> Tensor:
+        return mlp.down_proj(gate(mlp.gate_proj(hidden), mlp.up_proj(hidden)))
+
+    mlp.forward = forward
+
+
+def _gate(mlp: Any, gated: Tensor, up: Tensor) -> Tensor:
+    product: Tensor = mlp.act_fn(gated) * up
+    return product
 
 
 def fuse_elementwise(decoder: Any, fused: Elementwise) -> None:

@@ -15,8 +15,9 @@ The order of the steps is TorchTitan's.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from app.config.model import LoraConfig
 from app.config.trainer import Checkpointing
@@ -41,6 +43,14 @@ from app.model.sharding import own_rows
 
 DROPOUT_FIELD = re.compile(r"dropout|pdrop|layerdrop|drop_rate")
 DROPOUT_MODULES = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+# Parts of the names of operators whose results a recomputed layer keeps: attention's by SDPA, by torch's varlen
+# kernels (also under FlashAttention 3 and 4), and on NPUs. Kernels of Triton are no operators.
+ATTENTION = ("scaled_dot_product", "varlen_attn", "fusion_attention")
+KEPT: dict[Checkpointing, tuple[str, ...]] = {
+    Checkpointing.matmuls: (*ATTENTION, "aten.mm.", "aten.addmm.", "aten.linear."),
+    Checkpointing.attention: ATTENTION,
+    Checkpointing.all: (),
+}
 Owners = list[tuple[nn.Module, str]]  # (module, name of the parameter in it)
 
 
@@ -64,7 +74,7 @@ def load(
         param_dtype: Dtype of the parameters. With adapters, those of the base have the compute dtype instead.
         compute_dtype: Dtype of the computation; gradients are reduced in float32. Requires a mesh.
         kernels: How the policy computes on its device.
-        activation_checkpointing: Layers whose activations are recomputed in the backward pass.
+        activation_checkpointing: What the backward pass recomputes, decided: not `auto`.
         lora: Adapters to train in place of all weights, and those to start from; None, or a rank of 0: none.
         seed: Of the adapters' initial values.
 
@@ -83,11 +93,10 @@ def load(
         add_adapters(causal_lm, lora)
     if activation_checkpointing is not Checkpointing.none:
         # Without dropout no layer of transformers draws random numbers; code from elsewhere may.
-        options = {"use_reentrant": False, "preserve_rng_state": trust_remote_code}
+        options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": trust_remote_code}
+        if kept := KEPT[activation_checkpointing]:
+            options["context_fn"] = partial(create_selective_checkpoint_contexts, partial(_keep, kept))
         causal_lm.gradient_checkpointing_enable(options)
-    if activation_checkpointing is Checkpointing.some:
-        for layer in causal_lm.get_decoder().layers[1::2]:
-            layer.gradient_checkpointing = False
     owners = _owners(causal_lm)
     if kernels.linear is not None and torch.device(device).type != "cpu":
         tried = working_kernels(kernels.linear, causal_lm.get_decoder(), device, compute_dtype)
@@ -109,6 +118,11 @@ def load(
         start_from(dict(adapter_tensors(policy)), Path(lora.path).expanduser())
     _compute_buffers(causal_lm)
     return policy
+
+
+def _keep(kept: Sequence[str], _context: object, operator: object, *_: object, **__: object) -> CheckpointPolicy:
+    saves = any(name in str(operator) for name in kept)
+    return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def reload(policy: PolicyModel, path: Path) -> None:

@@ -45,7 +45,8 @@ class Case:
 SHORT, LONG = (1920,) * 16, (16256,) * 2
 CASES = {
     "4b_none": Case("qwen3_4b", 12, SHORT, 8192, Checkpointing.none),
-    "4b_some": Case("qwen3_4b", 12, SHORT, 8192, Checkpointing.some),
+    "4b_matmuls": Case("qwen3_4b", 12, SHORT, 8192, Checkpointing.matmuls),
+    "4b_attention": Case("qwen3_4b", 12, SHORT, 8192, Checkpointing.attention),
     "4b_all": Case("qwen3_4b", 12, SHORT, 8192, Checkpointing.all),
     "4b_long": Case("qwen3_4b", 12, LONG, 16384, Checkpointing.all),
     "9b_all": Case("qwen35_9b", 8, SHORT, 8192, Checkpointing.all),

@@ -103,7 +103,7 @@ def test_commands_of_the_environment_that_setup_made_come_before_those_on_the_pa
     assert {str(Path(word).parent) for word in run} == {str(checkout / ".venv" / "bin")}
 
     other = bash(f"launch/{name}", "--dry-run", *words, cwd=checkout, RAY_AUTH_TOKEN="x", PYTHON=PYTHON)
-    assert ".venv/bin/python" not in other.stdout.replace(PYTHON, "")
+    assert ".venv/bin/python" not in other.stdout.replace(PYTHON.replace(" ", "\\ "), "")
 
 
 def test_a_cluster_offers_each_devices_resource() -> None:
@@ -161,7 +161,7 @@ def slurm_stand_in(folder: Path) -> dict[str, str]:
         "scontrol": "echo here",
         # --block; status answers at once
         "ray": f'if [ "$1" = start ]; then echo "${{{noset}-}} $*" > "$RAN.ray"; exec sleep 60; fi',
-        "python": f"""if [ "${{@: -1}}" = mode=plan ]; then exec {PYTHON} "$@"; fi
+        "python": f"""if [ "${{@: -1}}" = mode=plan ]; then exec {shlex.quote(PYTHON)} "$@"; fi
 trap "exit 130" TERM
 echo "$@" > "$RAN"
 if [ "$4" = seed=1 ]; then sleep 60 & wait; fi

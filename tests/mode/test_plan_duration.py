@@ -10,6 +10,7 @@ from app.device import device_of
 from app.mode.plan import describe
 from app.mode.plan.duration import StepSeconds, step_seconds, training_seconds
 from app.mode.plan.memory import plan_memory
+from app.mode.plan.remedies import splits_of
 from app.model.architecture import QWEN3_4B, QWEN35_9B, Architecture
 from app.rollout.engine.server_args import engine_flags
 from tests.compose import composed
@@ -47,7 +48,9 @@ def test_the_seconds_are_those_of_a_hand_calculation() -> None:
     # 256 completions on 4 engines, 64 at once: 2,048 decode steps, each of which reads weights and caches
     read = 2 * P + 64 * (prompt + 1024) * KV
     assert estimate.generate == pytest.approx(2048 * read / (0.5 * 3350e9), rel=1e-9)
-    assert estimate.train == pytest.approx(8 * P * 256 * (prompt + 2048) / (4 * 0.4 * 989e12), rel=1e-9)
+    # forward, recomputed and backward: products of the weights, and attention over half of the sequence
+    flops = 8 * P + 4 * 36 * 2 * (prompt + 2048) * 32 * 128
+    assert estimate.train == pytest.approx(flops * 256 * (prompt + 2048) / (4 * 0.4 * 989e12), rel=1e-9)
     assert estimate.sync == pytest.approx(2 * P / 1e9 * 0.12, rel=1e-9)
     assert estimate.total == max(estimate.generate, estimate.train) + estimate.sync
 
@@ -58,6 +61,26 @@ def test_a_published_run_is_within_a_factor_of_two() -> None:
     assert estimate is not None
     assert 23.8 / 2 < estimate.generate < 2 * 23.8  # its completions are shorter than the limit
     assert 16.8 / 2 < estimate.train < 2 * 16.8
+
+
+def test_the_best_split_of_the_devices_that_fits_is_marked() -> None:
+    config = composed(*FOUR_AND_FOUR, "device.memory_gib=60")
+    _, *lines = splits_of(config, device_of(config.device.kind), QWEN3_4B)
+    shown = [tuple(map(int, re.findall(r"(\d+) \+ (\d+)", line)[0])) for line in lines]
+    assert len(shown) == 5
+    assert (4, 4) in shown
+
+    steps = {}
+    for trainers, engines in shown:
+        split = (f"placement.trainer_devices={trainers}", f"placement.rollout_devices={engines}")
+        estimate = seconds(QWEN3_4B, *FOUR_AND_FOUR, "device.memory_gib=60", *split)
+        assert estimate is not None
+        steps[trainers, engines] = estimate.total
+    marked = [split for split, line in zip(shown, lines, strict=True) if "best" in line]
+    refused = {split for split, line in zip(shown, lines, strict=True) if "NOT FIT" in line}
+    assert refused == {(1, 7)} & {*shown}  # AdamW's state alone takes 60 GiB of one device
+    assert marked == [min(steps.keys() - refused, key=lambda split: steps[split])]
+    assert splits_of(composed("device=cuda", "model=qwen3_4b"), device_of(config.device.kind), QWEN3_4B) == []
 
 
 def test_phases_of_colocate_add_up_and_adapters_hardly_cost_a_sync() -> None:
@@ -77,6 +100,7 @@ def test_torchs_loop_of_linear_attention_takes_the_bytes_that_were_counted(name:
         "model=qwen35_9b",
         "rollout.max_prompt_tokens=256",
         f"rollout.max_completion_tokens={8192 // sequences - 256}",
+        "trainer.activation_checkpointing=all",
     )
     npu = device_of(config.device.kind)
     looped = training_seconds(config, replace(npu, linear_attention=None), QWEN35_9B)

@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from app.config.trainer import Checkpointing
 from app.device import device_of
-from app.mode.plan.memory import MemoryPlan, Phase, capacity, plan_memory
+from app.mode.plan.memory import MemoryPlan, Phase, capacity, plan_memory, with_recomputation
 from app.model.architecture import QWEN3_4B, QWEN35_9B, VISION_PARAMETERS, Architecture
 from app.rollout.engine.server_args import engine_flags
 from app.utils.units import GIB
@@ -43,20 +44,48 @@ def test_a_trainer_rank_of_the_mission_is_a_hand_count(mission: dict[tuple[str, 
     assert mission["trainer device", "loss and head"].items["logits"] == 3 * 2**26 * 4  # three head chunks
 
 
-def test_checkpointed_layers_keep_only_their_inputs() -> None:
+def test_recomputed_layers_keep_their_inputs_and_what_is_chosen() -> None:
     def saved(checkpointing: str) -> float:
         overrides = ("device=npu", "model=qwen35_9b", f"trainer.activation_checkpointing={checkpointing}")
         return planned(QWEN35_9B, *overrides)["shared device", "loss and head"].items["activations"]
 
+    full = 2 * 16 * 256 + 2 * 4 * 256 + 4096  # queries with gates, keys and values, output
+    linear = 8192 + 4096 + 4096  # queries, keys and values, the gate, output
+    mlp = 2 * 12288 + 4096
+    attention = 8 * 16 * (256 * 2 + 16 * 4)  # heads of 8 layers, with float32 statistics
     assert saved("all") == 32 * 9216 * 4096 * 2
-    assert saved("none") > 10 * saved("all")
-    assert saved("some") == (saved("none") + saved("all")) / 2
+    assert saved("attention") == saved("all") + 9216 * attention
+    assert saved("matmuls") == saved("attention") + 9216 * 2 * (8 * (full + mlp) + 24 * (linear + mlp))
+    assert saved("none") > 1.4 * saved("matmuls")
+
+
+@pytest.mark.parametrize(("gib", "chosen"), [(90, "none"), (64, "matmuls"), (40, "attention"), (8, "all")])
+def test_auto_is_the_least_recomputation_that_leaves_a_tenth_of_the_device(gib: float, chosen: str) -> None:
+    given = ("device=npu", "placement=fully_async", "model=qwen3_4b", f"device.memory_gib={gib}")
+    config = composed(*given)
+    device = device_of(config.device.kind)
+    assert config.trainer.activation_checkpointing is Checkpointing.auto
+    assert with_recomputation(config, device, QWEN3_4B).trainer.activation_checkpointing is Checkpointing[chosen]
+    assert memory_plan(QWEN3_4B, *given) == memory_plan(QWEN3_4B, *given, f"trainer.activation_checkpointing={chosen}")
+
+    fitting = []
+    for each in (Checkpointing.none, Checkpointing.matmuls, Checkpointing.attention):
+        plan = memory_plan(QWEN3_4B, *given, f"trainer.activation_checkpointing={each.name}")
+        peaks = [phase.bytes for phase in plan.phases if phase.device == "trainer device" and phase.name != "sync"]
+        fitting += [each.name] if max(peaks) <= 0.9 * gib * 2**30 else []
+    assert [*fitting, "all"][0] == chosen
+
+
+def test_auto_recomputes_all_of_a_model_whose_shapes_are_not_known() -> None:
+    config = composed("device=cuda", "model=qwen3_4b")
+    decided = with_recomputation(config, device_of(config.device.kind), None)
+    assert decided.trainer.activation_checkpointing is Checkpointing.all
 
 
 @pytest.mark.parametrize(("device", "kernels"), [("npu", 4.0), ("cuda", 2.5)])
 def test_torchs_loop_of_linear_attention_keeps_more_than_kernels(device: str, kernels: float) -> None:
     """In float32 tensors as wide as the values, 4,096; a recomputed layer has its gradients too, half as much again."""
-    config = composed(f"device={device}", "model=qwen35_9b")
+    config = composed(f"device={device}", "model=qwen35_9b", "trainer.activation_checkpointing=all")
     own = device_of(config.device.kind)
     found = []
     for each in (own, replace(own, linear_attention=None)):

@@ -115,7 +115,7 @@ def gradients(policy: PolicyModel) -> dict[str, Tensor]:
 def test_a_fused_policy_equals_the_policy(save: Callable[..., Path], rank: int, tmp_path: Path) -> None:
     """With adapters on every projection, those of the MLPs included, and recomputed layers."""
     path = save(tmp_path, spread=0.02)  # wider weights amplify rounding
-    options: dict[str, Any] = {"mesh": None, "device": "cpu", "activation_checkpointing": Checkpointing.some}
+    options: dict[str, Any] = {"mesh": None, "device": "cpu", "activation_checkpointing": Checkpointing.all}
     found = []
     for kernels in (FUSED, Kernels()):
         policy = load(path, kernels=kernels, lora=LoraConfig(rank=rank), **options)

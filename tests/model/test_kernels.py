@@ -47,11 +47,19 @@ def test_chunks_of_the_head_are_larger_where_a_device_has_room() -> None:
     assert [chunk_shape(each, 2**6) for each in kernels] == [(2**15, 2**6), (2**21, 2**6), (2**20, 2**6)]
 
 
-def test_norms_gated_norms_and_mlps_are_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.model.kernels._compiled", partial)
+def test_norms_gated_norms_and_the_gates_of_mlps_are_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+
+    def compiling(function: Callable[..., Any]) -> Callable[..., Any]:
+        made.append(function)
+        return partial(function)
+
+    monkeypatch.setattr("app.model.kernels._compiled", compiling)
     policy = load(save_qwen35(tmp_path), mesh=None, device="cpu", kernels=COMPILED)
     compiled = {type(each).__name__ for each in policy.modules() if isinstance(each.forward, partial)}
-    assert compiled == {"Qwen3_5RMSNorm", "Qwen3_5RMSNormGated", "Qwen3_5MLP"}
+    assert compiled == {"Qwen3_5RMSNorm", "Qwen3_5RMSNormGated"}
+    gates = [each.__self__ for each in made if each.__name__ == "_gate"]
+    assert gates == [each for each in policy.modules() if type(each).__name__ == "Qwen3_5MLP"]
 
 
 def outcome(
@@ -76,6 +84,7 @@ def test_compiled_equals_eager_for_batches_of_any_lengths(path: Path) -> None:
     from torch._dynamo.utils import counters
 
     torch._dynamo.reset()
+    counters.clear()  # of other tests
     graphs = []
     for lengths in ((5, 17, 3), (16, 9, 40, 2), (30, 30)):
         eager, compiled = (outcome(path, kernels, lengths=lengths) for kernels in (EAGER, COMPILED))

@@ -14,8 +14,8 @@ TOLERANCE = 0.10
 FULL_SIZE = [
     {"model": model, "ranks": ranks, "checkpointing": checkpointing}
     for model in ("qwen3_4b", "qwen35_9b")
-    for checkpointing in ("all", "some", "none")
-    for ranks in (1, 4, 8)
+    for checkpointing, sizes in (("all", (1, 4, 8)), ("attention", (4,)), ("matmuls", (4,)), ("none", (1, 4, 8)))
+    for ranks in sizes
 ]
 NPU = [
     {"model": "qwen35_9b", "ranks": 4, "checkpointing": "all", "device": "npu", "tokens": 9_216},

@@ -17,7 +17,7 @@ from app.errors import ConfigError
 from app.mode import ModeResult
 from app.mode.plan import text
 from app.mode.plan.duration import step_tokens
-from app.mode.plan.remedies import remedies_of
+from app.mode.plan.remedies import remedies_of, splits_of
 from app.model.architecture import architecture_of, unknown_shapes
 from app.rollout.engine.server_args import engine_flags
 from app.start.idle_settings import idle_settings
@@ -60,6 +60,7 @@ def describe(config: RunConfig, given: Collection[str] = ()) -> str:
             text.memory(config, device, model, flags),
             text.sync(config, device, model),
             text.time(config, device, model, flags),
+            splits_of(config, device, model),
             text.disk(config, model),
             remedies_of(config, device, model),
         ]

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 from app.config import RunConfig
 from app.config.placement import PlacementKind
+from app.config.trainer import Checkpointing
 from app.device import Device
-from app.mode.plan.memory import EngineMemoryPlan
-from app.mode.plan.trainer_memory import DELTA_CHUNK, FLOAT32, uncheckpointed_layers
+from app.mode.plan.memory import EngineMemoryPlan, with_recomputation
+from app.mode.plan.trainer_memory import DELTA_CHUNK, FLOAT32
 from app.model.architecture import Architecture, adapter_parameters
 
 FORWARD_FLOPS = 2  # per parameter and token
@@ -48,13 +49,20 @@ def training_seconds(config: RunConfig, device: Device, model: Architecture) -> 
     if device.peak_tflops is None or device.memory_gb_per_s is None:
         return None
 
-    recomputed = 1 - uncheckpointed_layers(model, config.trainer.activation_checkpointing) / model.layers
-    flops = LORA_FLOPS if config.model.lora.enabled else FORWARD_BACKWARD_FLOPS
+    checkpointing = with_recomputation(config, device, model).trainer.activation_checkpointing
+    products = LORA_FLOPS if config.model.lora.enabled else FORWARD_BACKWARD_FLOPS
+    if checkpointing in (Checkpointing.attention, Checkpointing.all):
+        products += FORWARD_FLOPS
+    # Two products of a token with the half of its sequence that it sees on average, forward and twice that backward.
+    attention = 2 * config.rollout.max_tokens * model.full_layers * model.heads * model.head_dim
+    passes = 4 if checkpointing is Checkpointing.all else 3
+    flops = products * model.parameters + passes * attention
     tokens = step_tokens(config) / config.placement.trainer_ranks
-    seconds = (flops + recomputed * FORWARD_FLOPS) * model.parameters / (device.peak_tflops * 1e12 * UTILIZATION)
+    seconds = flops / (device.peak_tflops * 1e12 * UTILIZATION)
     if model.linear is not None and device.linear_attention is None:
         chunks = config.rollout.max_tokens / DELTA_CHUNK
-        widths = LOOP_FORWARD * (1 + recomputed) + LOOP_BACKWARD + LOOP_BACKWARD_CHUNK * chunks
+        forwards = 1 if checkpointing is Checkpointing.none else 2
+        widths = LOOP_FORWARD * forwards + LOOP_BACKWARD + LOOP_BACKWARD_CHUNK * chunks
         moved = (model.layers - model.full_layers) * widths * FLOAT32 * model.linear.value_channels
         seconds += moved / (device.memory_gb_per_s * 1e9 * STREAMING_SHARE)
     return seconds * tokens

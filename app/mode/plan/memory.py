@@ -6,14 +6,15 @@ mamba_full_memory_ratio); the KV cache gets what is left, bounded by `max-total-
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from app.config import RunConfig
 from app.config.device import DeviceKind
+from app.config.trainer import Checkpointing
 from app.device import Device
 from app.mode.plan.trainer_memory import FLOAT32, Items, TrainerMemoryPlan, plan_trainer
 from app.model.architecture import Architecture, adapter_parameters, architecture_of
-from app.rollout.engine.server_args import teacher_flags
+from app.rollout.engine.server_args import engine_flags, teacher_flags
 from app.utils.units import GIB
 
 CONV_BYTES = 2  # SGLang keeps the inputs of the convolution in bfloat16
@@ -21,6 +22,7 @@ STATE_SHARE = 0.9 / 1.9
 DEFAULT_PREFILL = 8192  # tokens of a prefill chunk
 STATES_PER_REQUEST = 3  # SGLang's MAMBA_CACHE_SIZE_MAX_RUNNING_REQUESTS_RATIO
 SCORED_AT_ONCE = 2048  # tokens whose logits a scoring engine has at a time: SGLang's SGLANG_LOGPROB_CHUNK_SIZE
+FILLED = 0.9  # of a device that `auto` recomputation fills at most
 TRACKING_STATES = 2  # and what its radix cache takes of each request
 
 
@@ -151,6 +153,7 @@ class MemoryPlan:
     capacity: Capacity
     engine: EngineMemoryPlan
     phases: list[Phase]
+    training: tuple[str, ...]  # names of the phases of a train step
     teacher: EngineMemoryPlan | None = None  # of `teacher.path`, where its shapes are known
 
     @property
@@ -164,8 +167,29 @@ class MemoryPlan:
         return max(self.phases, key=lambda phase: phase.bytes)
 
 
+def with_recomputation(config: RunConfig, device: Device, model: Architecture | None) -> RunConfig:
+    """Decide `trainer.activation_checkpointing=auto`: the least recomputation whose plan leaves a tenth of a device.
+
+    `all` where nothing does, or the model's shapes are not known.
+    """
+
+    def recomputing(what: Checkpointing) -> RunConfig:
+        return replace(config, trainer=replace(config.trainer, activation_checkpointing=what))
+
+    if config.trainer.activation_checkpointing is not Checkpointing.auto:
+        return config
+    for what in (Checkpointing.none, Checkpointing.matmuls, Checkpointing.attention):
+        if model is not None:
+            plan = plan_memory(recomputing(what), device, model, engine_flags(config, device))
+            training = [phase.bytes for phase in plan.phases if phase.name in plan.training]
+            if max(training) <= FILLED * plan.capacity.bytes:
+                return recomputing(what)
+    return recomputing(Checkpointing.all)
+
+
 def plan_memory(config: RunConfig, device: Device, model: Architecture, flags: Mapping[str, object]) -> MemoryPlan:
     """Plan the memory of a run whose engines start with these SGLang flags."""
+    config = with_recomputation(config, device, model)
     limit = capacity(config, device)
     trainer = plan_trainer(config, device, model)
     engine = plan_engine(config, device, model, flags, limit.bytes)
@@ -183,7 +207,7 @@ def plan_memory(config: RunConfig, device: Device, model: Architecture, flags: M
     teacher = plan_teacher(config, device, limit.bytes)
     if teacher is not None:
         phases.append(Phase("teacher device", "score", teacher.generating))
-    return MemoryPlan(limit, engine, phases, teacher)
+    return MemoryPlan(limit, engine, phases, tuple(trainer.peaks), teacher)
 
 
 def plan_teacher(config: RunConfig, device: Device, capacity: float) -> EngineMemoryPlan | None:

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from operator import attrgetter
 
 from app.config import RunConfig
@@ -10,6 +11,7 @@ from app.config.placement import PlacementKind
 from app.config.trainer import Checkpointing
 from app.device import Device
 from app.errors import ConfigError, yaml_text
+from app.mode.plan.duration import step_seconds
 from app.mode.plan.memory import MemoryPlan, plan_memory
 from app.model.architecture import QWEN3_06B, QWEN3_17B, Architecture
 from app.rollout.engine.server_args import engine_flags, memory_fraction
@@ -21,6 +23,7 @@ SHORTEST = 1024  # completion tokens; below, a shorter limit is no remedy
 SMALLEST_GAIN = 0.01  # of the peak
 FACTORS = (2, 4, 8)  # more devices
 LORA_RANK = 32
+SPLITS_SHOWN = 5
 
 Change = Mapping[str, object]  # setting → value
 
@@ -47,13 +50,45 @@ def remedies_of(config: RunConfig, device: Device, model: Architecture) -> list[
     return lines if len(lines) > 1 else []
 
 
+def splits_of(config: RunConfig, device: Device, model: Architecture) -> list[str]:
+    """Return a section of the plan with the step times of other splits of the run's devices, the best one marked."""
+    placement = config.placement
+    if placement.kind is not PlacementKind.fully_async or config.rollout.urls:
+        return []
+
+    total, now = placement.trainer_devices + placement.rollout_devices, placement.trainer_devices
+    found: dict[int, float] = {}  # devices of the trainer → seconds of a step
+    lines: dict[int, str] = {}
+    for trainers in range(1, total):
+        changed = _changed(
+            config, {"placement.trainer_devices": trainers, "placement.rollout_devices": total - trainers}
+        )
+        with suppress(ConfigError):
+            changed.validate()
+            plan = _plan(changed, device, model)
+            seconds = step_seconds(changed, device, model, plan.engine, engine_flags(changed, device))
+            if seconds is not None:
+                fits = _fits(changed, plan)
+                found |= {trainers: seconds.total} if fits else {}
+                lines[trainers] = (
+                    f"  {trainers} + {total - trainers}: generate {seconds.generate:.0f} s, train {seconds.train:.0f} "
+                    f"s, a step {seconds.total:.0f} s{'' if fits else ', DOES NOT FIT'}"
+                )
+    if len(lines) < 2 or not found:
+        return []
+    best = min(found, key=lambda trainers: found[trainers])
+    lines[best] += "  (the best)"
+    shown = sorted(lines, key=lambda trainers: (trainers not in (now, best), abs(trainers - best)))[:SPLITS_SHOWN]
+    return ["Devices of trainer + engines, at full length", *(lines[trainers] for trainers in sorted(shown))]
+
+
 def _changes(config: RunConfig, device: Device, model: Architecture) -> Iterator[tuple[Change, Architecture]]:
     """Yield changes and the model that they train, from the cheapest to those that need other hardware or models."""
     rollout = config.rollout
     colocated = config.placement.kind is PlacementKind.colocate
 
     changes: list[Change] = []
-    if config.trainer.activation_checkpointing is not Checkpointing.all:
+    if config.trainer.activation_checkpointing not in (Checkpointing.all, Checkpointing.auto):
         changes.append({"trainer.activation_checkpointing": Checkpointing.all})
     if colocated and device.shares_memory and not (config.offload.engine and config.offload.trainer):
         changes.append({"offload.engine": True, "offload.trainer": True})

@@ -17,7 +17,15 @@ from app.mode.plan.duration import (
     sync_seconds,
     training_seconds,
 )
-from app.mode.plan.memory import EngineMemoryPlan, MemoryPlan, Phase, capacity, plan_engine, plan_memory
+from app.mode.plan.memory import (
+    EngineMemoryPlan,
+    MemoryPlan,
+    Phase,
+    capacity,
+    plan_engine,
+    plan_memory,
+    with_recomputation,
+)
 from app.mode.plan.trainer_memory import BACKWARD
 from app.model.architecture import Architecture, adapter_parameters
 from app.rollout.engine.server_args import render_flags, teacher_flags
@@ -36,7 +44,11 @@ def memory(config: RunConfig, device: Device, model: Architecture, flags: Mappin
     """One line per phase, then the peak phase and the capacity of the caches."""
     plan = plan_memory(config, device, model, flags)
     total = plan.capacity.bytes
-    lines = [f"Memory of a device: {total / GIB:.1f} GiB ({plan.capacity.source}); activations are estimates"]
+    recomputed = with_recomputation(config, device, model).trainer.activation_checkpointing.name
+    lines = [
+        f"Memory of a device: {total / GIB:.1f} GiB ({plan.capacity.source}); activations are estimates, with "
+        f"trainer.activation_checkpointing={recomputed}"
+    ]
 
     width = max(len(phase.name) for phase in plan.phases)
     for phase in plan.phases:

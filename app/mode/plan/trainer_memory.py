@@ -14,7 +14,7 @@ from app.config.device import DeviceKind
 from app.config.trainer import Checkpointing, Compile, Optimizer
 from app.config.weight_sync import SnapshotPlace, SyncMode
 from app.device import Device
-from app.model.architecture import Architecture, adapter_parameters, trained_parameters
+from app.model.architecture import Architecture, Shapes, adapter_parameters, trained_parameters
 from app.utils.units import GIB, MIB
 
 Items = dict[str, float]  # label → bytes
@@ -91,20 +91,24 @@ def _forward_backward(config: RunConfig, device: Device, model: Architecture) ->
     tokens = max(config.trainer.tokens_per_microbatch, config.rollout.max_tokens)
     logits = min(device.head_chunk, tokens * model.vocabulary) * FLOAT32
 
-    # of a checkpointed layer, the forward pass keeps only the input
     full = tokens * _full_layer_activations(model, item)
     linear = tokens * _linear_layer_activations(model, item, device, device.linear_widths)
     kept_linear = tokens * _linear_layer_activations(model, item, device, device.linear_widths_kept)
-    every_layer = model.full_layers * full + (model.layers - model.full_layers) * kept_linear
     # Fused operators keep fewer results of norms, MLPs and rotary embeddings.
     fused = device.elementwise is not None and config.trainer.compile is not Compile.on
     spared = fused * tokens * item * FUSED_WIDTHS * model.hidden
-    every_layer -= model.layers * spared
-    kept = uncheckpointed_layers(model, config.trainer.activation_checkpointing)
-    saved = kept / model.layers * every_layer + (model.layers - kept) * tokens * model.hidden * item
 
-    # a layer that kept its activations only adds gradients to them; a checkpointed one computes both
-    computing = (BACKWARD_OVER_FORWARD - (1 if kept else 0)) * (max(full, linear) - spared)
+    # Of a layer, what is kept until its backward pass, and what of that need not be computed again then.
+    if config.trainer.activation_checkpointing is Checkpointing.none:
+        kept_full, kept_linear = full - spared, kept_linear - spared
+        there_full, there_linear = full - spared, linear - spared
+    else:
+        there_full, there_linear = (tokens * each for each in _kept_results(config, device, model))
+        kept_full, kept_linear = (tokens * model.hidden * item + each for each in (there_full, there_linear))
+    saved = model.full_layers * kept_full + (model.layers - model.full_layers) * kept_linear
+    computing = max(
+        BACKWARD_OVER_FORWARD * (full - spared) - there_full, BACKWARD_OVER_FORWARD * (linear - spared) - there_linear
+    )
 
     # with LoRA the base has no gradients
     lora = config.model.lora.enabled
@@ -133,15 +137,21 @@ def _forward_backward(config: RunConfig, device: Device, model: Architecture) ->
     return phases
 
 
-def uncheckpointed_layers(model: Architecture, checkpointing: Checkpointing) -> int:
-    """Return how many layers keep their activations for the backward pass."""
-    match checkpointing:
-        case Checkpointing.none:
-            return model.layers
-        case Checkpointing.some:
-            return model.layers // 2
-        case Checkpointing.all:
-            return 0
+def _kept_results(config: RunConfig, device: Device, model: Architecture) -> tuple[float, float]:
+    """Bytes per token that a recomputed layer keeps beside its input, with full and with linear attention."""
+    item = config.device.dtype.bytes
+    of_full = of_linear = 0.0
+    checkpointing = config.trainer.activation_checkpointing
+    if checkpointing is not Checkpointing.all:
+        of_full += model.heads * (item * model.head_dim + FLOAT32 * device.softmax_width)
+    if checkpointing is Checkpointing.matmuls:
+        of_full += item * _outputs({**model.full_attention, **model.mlp})
+        of_linear += item * _outputs({**model.linear_attention, **model.mlp}) if model.linear is not None else 0
+    return of_full, of_linear
+
+
+def _outputs(shapes: Shapes) -> int:
+    return sum(features for _, features in shapes.values())
 
 
 def _full_layer_activations(model: Architecture, item: int) -> float:
