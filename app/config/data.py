@@ -169,7 +169,6 @@ class DataConfig:
 
     @property
     def sources(self) -> list[str]:
-        """Names of the training sets, each the `source` of its prompts."""
         return list(self.train_sets) or [self.name]
 
     @property

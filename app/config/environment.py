@@ -86,7 +86,6 @@ class EnvironmentConfig:
 
     @property
     def module(self) -> str:
-        """The module of `app.environment` that makes the trajectories."""
         return self.kind.value if self._target_ is None else "own"
 
     @property

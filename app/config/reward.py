@@ -102,7 +102,6 @@ class RewardConfig:
 
     @property
     def code(self) -> CodeArgs | None:
-        """The arguments of the component `code`, if it is there."""
         runs_code = self._target_ is None and CODE in self.components
         return CodeArgs(**self.args) if runs_code else None
 

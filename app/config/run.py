@@ -121,7 +121,6 @@ class RunConfig:
 
     @property
     def groups_in_flight(self) -> int:
-        """The most groups being sampled at a time while training."""
         admitted = (self.placement.max_staleness + 1) * self.algorithm.prompts_per_step
         return min(self.rollout.max_inflight_groups, admitted)
 
