@@ -47,7 +47,7 @@ class DevicePlacement:
     locations: tuple[BundleLocation, ...]  # of the trainer's bundles, by bundle index
 
     async def locate_ranks(self) -> None:
-        """Locate the trainer's bundles again, with no rank there; `TrainerError` after `trainer.timeout_s`."""
+        """Locate the trainer's bundles again, without ranks. Raises `TrainerError` after `trainer.timeout_s`."""
         timeout_s = self.config.trainer.timeout_s
         try:
             self.locations = await _locate_bundles(self.group, self.config, self.device, timeout_s)
@@ -123,7 +123,7 @@ def bundles(config: RunConfig, device: Device) -> list[dict[str, float]]:
 
 
 async def reserve(config: RunConfig, device: Device) -> DevicePlacement:
-    """Reserve the devices of a run, which can be cancelled. Raises `RunError` after `cluster.timeout_s`."""
+    """Reserve the devices of a run. Can be cancelled. Raises `RunError` after `cluster.timeout_s`."""
     wanted = bundles(config, device)
     group = placement_group(wanted, strategy="PACK")
 

@@ -111,7 +111,7 @@ def _http_url(url: object) -> str:
 
 
 def _action_schema(url: str, shown: str) -> dict[str, Any]:
-    """Return the schema of a server's actions. `shown`: its URL as written. Raises `LoadError` for others."""
+    """Return the schema of a server's actions. Raises `LoadError`, which names the URL as `shown`."""
     try:
         with urllib.request.urlopen(f"{url}/schema", timeout=SCHEMA_S) as answer:
             schema: dict[str, Any] = dict(json.load(answer)["action"])

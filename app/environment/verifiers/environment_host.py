@@ -196,7 +196,7 @@ def _error_of(episode: Any) -> str:
 
 
 def _scores(episode: Any) -> dict[str, float]:
-    """Return the reward, its parts and the metrics, of several runs of an agent the mean. One agent alone may train."""
+    """Return the reward, its parts and the metrics, averaged over the runs of the one agent that is trained."""
     traces = [trace for trace in episode.traces if trace.agent.trainable]
     agents = sorted({trace.agent.name or "agent" for trace in traces})
     if len(agents) != 1:
