@@ -46,7 +46,7 @@ def replace_file(path: Path, content: str | bytes, *, durable: bool = False) -> 
 
 
 def overwrite(path: Path, content: str) -> None:
-    """Replace a small file, in place if the disk is full. Raises `OSError` and leaves it as it was if it does not fit."""
+    """Replace a small file, in place if the disk is full. Raises `OSError`, and keeps the file, if it does not fit."""
     try:
         replace_file(path, content)
     except OSError as error:
