@@ -63,9 +63,7 @@ class Prompt:
     token_ids: np.ndarray  # [P] int32
     answer: str
     source: str  # name of the data set
-    question: str = (
-        ""  # of the row, without data.prefix, data.suffix and chat template; of messages, the last one's text
-    )
+    question: str = ""  # of the row, without framing and chat template; of messages, the last one's text
     row: Mapping[str, Any] = field(default_factory=dict)  # every column of the row, as JSON values
     messages: tuple[Mapping[str, Any], ...] = ()  # of a prompt that is a conversation, as the chat template gets them
     reply: Mapping[str, Any] | None = None  # the message to imitate, of a demonstration
@@ -200,9 +198,7 @@ class Turn:
 class Episode:
     """The exchange of the policy and an environment in one trajectory."""
 
-    sequences: tuple[
-        TokenSequence, ...
-    ]  # more than one if a history was rewritten, or an agent had several conversations
+    sequences: tuple[TokenSequence, ...]  # several if a history was rewritten, or an agent had more conversations
     turns: tuple[Turn, ...]
     ending: Ending
     scores: Mapping[str, float]  # by the environment; the first one is the score
@@ -222,7 +218,6 @@ class Trajectory:
 
     @property
     def sequences(self) -> tuple[TokenSequence, ...]:
-        """The sequences that are trained on."""
         return self.episode.sequences if self.episode else (TokenSequence.of(self.prompt, self.completion),)
 
     def with_teacher(self, logprobs: Sequence[np.ndarray]) -> "Trajectory":
@@ -245,7 +240,6 @@ class Trajectory:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of all sequences."""
         if self.episode is None:
             return len(self.prompt.token_ids) + len(self.completion.token_ids)
         return sum(len(sequence.token_ids) for sequence in self.episode.sequences)
@@ -257,7 +251,6 @@ class Trajectory:
 
     @property
     def sampled_tokens(self) -> int:
-        """Number of tokens that an engine sampled."""
         if self.episode is None:
             return len(self.completion.token_ids)
         return sum(len(sequence.logprobs) for sequence in self.episode.sequences)
@@ -271,14 +264,12 @@ class Trajectory:
 
     @property
     def oldest_version(self) -> int:
-        """The oldest policy version that sampled a token."""
         if self.episode is None:
             return self.completion.oldest_version
         return min(span.version for sequence in self.episode.sequences for span in sequence.spans)
 
     @property
     def truncated(self) -> bool:
-        """Whether a token limit ended it."""
         return self.completion.truncated if self.episode is None else self.episode.ending is Ending.length
 
 
@@ -357,7 +348,6 @@ class SyncReport:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The report under its metric names."""
         metrics = {f"sync/{phase}_seconds": seconds for phase, seconds in self.seconds.items()}
         if self.changed_fraction is not None:
             metrics["sync/changed_fraction"] = self.changed_fraction

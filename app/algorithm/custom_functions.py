@@ -36,7 +36,6 @@ def _try_advantage(function: Callable[..., Any]) -> str | None:
 
 
 def _try_objective(function: Callable[..., Any]) -> str | None:
-    """Return what is wrong with the function, if anything."""
     import torch
 
     from app.algorithm.objective import TokenBatch

@@ -19,7 +19,6 @@ class RolloutCounts:
 
     @property
     def rejected(self) -> int:
-        """Groups that `keep` rejected."""
         return len(self.filtered) + len(self.unplayable)
 
     def keep(self, group: Group, algorithm: AlgorithmConfig) -> bool:

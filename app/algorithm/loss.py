@@ -69,13 +69,7 @@ class LossSums:
 def denominators(
     config: AlgorithmConfig, *, tokens: float, sequences: float, demonstrated: float = 0, max_completion_tokens: int
 ) -> dict[Component, float]:
-    """Return the divisor of each component in an update, from global counts of its unmasked batch.
-
-    Args:
-        tokens: Sampled tokens.
-        sequences: Trajectories.
-        demonstrated: Tokens of demonstrations.
-    """
+    """Return the divisor of each component in an update, from counts of tokens and sequences over all ranks."""
     match config.aggregation:
         case Aggregation.token_mean:
             sampled = tokens

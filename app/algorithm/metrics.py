@@ -77,14 +77,9 @@ def merge(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, flo
 def finalize(
     sums: Mapping[str, float], *, tokens: float, sequences: float, loss: float, demonstrated: float = 0
 ) -> dict[str, float]:
-    """Compute the metrics of an update from global sums and counts.
+    """Compute the metrics of an update from sums and counts over all microbatches and ranks.
 
-    Args:
-        sums: Raw sums, merged over all microbatches and ranks.
-        tokens: Sampled tokens of the unmasked batch. Without any, their metrics are 0.
-        sequences: Trajectories of the unmasked batch.
-        loss: The update's `loss.common_denominator`.
-        demonstrated: Tokens of demonstrations.
+    `tokens` and `sequences` are those of the unmasked batch; without tokens, their metrics are 0.
     """
     unreported = {Denominator.intermediate}
     if not sums.get("mismatch/same_version_tokens"):
@@ -117,6 +112,11 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
     counts = [(len(group.trajectories), sum(map(correct, group.trajectories))) for group in groups]
     lengths = np.array([trajectory.sampled_tokens for trajectory in trajectories], dtype=np.float64)
     prompt_tokens = sum(group.trajectories[0].prompt_tokens for group in groups)
+    smallest = min(size for size, _ in counts)
+    ks = [2**power for power in range(smallest.bit_length())]  # up to the smallest group
+    # of each group, whether its trajectories are copies of one
+    sampled = [{tuple(each.token_ids.tobytes() for each in t.sequences) for t in g.trajectories} for g in groups]
+    identical = [len(each) == 1 < len(group.trajectories) for each, group in zip(sampled, groups, strict=True)]
 
     return {
         # First, so that a component called "accuracy" or "mean" does not replace the metric of that name.
@@ -124,11 +124,11 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
         "reward/accuracy": sum(right for _, right in counts) / len(trajectories),
-        **_pass_metrics(counts),
+        **{f"reward/pass@{k}": float(np.mean([pass_at_k(n, c, k) for n, c in counts])) for k in ks},
         "reward/zero_std_fraction": float(np.mean([each.min() == each.max() for each in by_group])),
         "reward/all_correct_fraction": float(np.mean([right == size for size, right in counts])),
         "reward/all_wrong_fraction": float(np.mean([right == 0 for _, right in counts])),
-        "completion/identical_fraction": float(np.mean([_identical(group) for group in groups])),
+        "completion/identical_fraction": float(np.mean(identical)),
         "completion/length_mean": float(lengths.mean()),
         "completion/length_p95": float(np.percentile(lengths, 95)),
         "completion/truncated_fraction": float(np.mean([trajectory.truncated for trajectory in trajectories])),
@@ -152,12 +152,6 @@ def source_metrics(groups: Sequence[Group]) -> dict[str, float]:
         metrics[f"source/{name}/reward"] = float(np.mean([trajectory.reward for trajectory in trajectories]))
         metrics[f"source/{name}/accuracy"] = float(np.mean([correct(trajectory) for trajectory in trajectories]))
     return metrics
-
-
-def _identical(group: Group) -> bool:
-    """Whether a group of several trajectories is copies of one."""
-    sampled = {tuple(each.token_ids.tobytes() for each in one.sequences) for one in group.trajectories}
-    return len(sampled) == 1 < len(group.trajectories)
 
 
 def correct(trajectory: Trajectory) -> bool:
@@ -205,16 +199,5 @@ def staleness_metrics(groups: Sequence[Group], version: int) -> dict[str, float]
 def _component_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Mean of each reward component over the trajectories that have it."""
     names = sorted({name for trajectory in trajectories for name in trajectory.reward_components})
-    return {
-        f"reward/{name}": float(
-            np.mean([t.reward_components[name] for t in trajectories if name in t.reward_components])
-        )
-        for name in names
-    }
-
-
-def _pass_metrics(counts: Sequence[tuple[int, int]]) -> dict[str, float]:
-    """pass@k, averaged over groups of (size, correct), for powers of two up to the smallest size."""
-    smallest = min(size for size, _ in counts)
-    ks = [2**power for power in range(smallest.bit_length()) if 2**power <= smallest]
-    return {f"reward/pass@{k}": float(np.mean([pass_at_k(n, c, k) for n, c in counts])) for k in ks}
+    values = {name: [t.reward_components[name] for t in trajectories if name in t.reward_components] for name in names}
+    return {f"reward/{name}": float(np.mean(each)) for name, each in values.items()}

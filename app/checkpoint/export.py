@@ -17,7 +17,6 @@ import re
 import shutil
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from app.checkpoint.folder import latest
 from app.checkpoint.manager import CheckpointManager
@@ -56,16 +55,10 @@ model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{base}",
 async def export_trained(
     trainer: Trainer, config: RunConfig, folder: Path, *, step: int, chat_template: str | None
 ) -> Path:
-    """Export the trainer's parameters at the end of the run in `folder`.
+    """Export the trainer's parameters at the end of the run in `folder`; return the exported directory.
 
     Exports the last checkpoint if it is of the last step. Otherwise writes one to `final/`, which is deleted after the
     export. If the export fails, `final/` stays, and `mode=export resume=<folder>/final` retries.
-
-    Args:
-        chat_template: Text of `model.chat_template`, as the run began with it.
-
-    Returns:
-        The exported directory.
 
     Raises:
         CheckpointError: The checkpoint is damaged, or `final/` cannot be written.
@@ -98,12 +91,7 @@ async def _export(checkpoint: Path, source: Path, out: Path, timeout_s: float) -
 def export_checkpoint(checkpoint: Path, source: Path, out: Path) -> Path:
     """Copy the model directory `source` to `out`, with the tensors of a checkpoint in place of its own.
 
-    Of a checkpoint with adapters, those are merged into the tensors of `source`.
-    The dtype and the cards are those of the run in `out.parent`.
-
-    Raises:
-        CheckpointError: The checkpoint is damaged.
-        RunError: `out` cannot be written.
+    Adapters are merged into the tensors of `source`. The dtype and the cards are those of the run in `out.parent`.
     """
     from safetensors import SafetensorError
 
@@ -152,12 +140,7 @@ def _write(checkpoint: Path, source: Path, run: Path, lora: LoraConfig, out: Pat
 
 
 def model_card(run: Path, source: Path, step: int, *, adapter: bool = False) -> str:
-    """Return the card of the model after `step`, as far as the run's folder says how it was trained.
-
-    Args:
-        source: Directory of the base model.
-        adapter: The card is of the adapter alone.
-    """
+    """Return the card of the model, or of its adapter alone, after `step`, as far as the run's folder tells."""
     from huggingface_hub import ModelCardData
 
     config, _ = read_config(run)
@@ -177,21 +160,17 @@ def model_card(run: Path, source: Path, step: int, *, adapter: bool = False) -> 
         tags=[algorithm, *([] if imitated else ["reinforcement-learning"]), *(["lora"] if adapter else [])],
         **dict(LICENSE.findall(base_card.partition("\n---")[0])),
     )
-    facts = {"base model": base_name, "steps": step, **_settings(config), **_evaluations(run, step)}
+    shown = ["algorithm.name", "algorithm.prompts_per_step", "algorithm.group_size", "data.name", "trainer.lr"]
+    shown += ["model.lora.rank", "model.lora.alpha"] if config.get("model.lora.rank") else []
+    shown += [key for key in config if key.startswith(("reward.components", "reward._target_")) and config[key]]
+    settings = {f"`{key}`": config[key] for key in shown if key in config}
+    facts = {"base model": base_name, "steps": step, **settings, **_evaluations(run, step)}
     facts["trained with"] = f"{DISTRIBUTION} {version(DISTRIBUTION)}"
 
     name = f"{base_name.rpartition('/')[2]}-{algorithm}"
     load = (LOAD_ADAPTER if adapter else LOAD).format(base=base_name, name=name)
     rows = "\n".join(f"| {key} | {value} |" for key, value in facts.items())
     return f"---\n{front.to_yaml()}\n---\n\n# {name}\n\n| | |\n|---|---|\n{rows}\n\n```python\n{load}\n```\n"
-
-
-def _settings(config: dict[str, Any]) -> dict[str, Any]:
-    shown = ["algorithm.name", "algorithm.prompts_per_step", "algorithm.group_size", "data.name", "trainer.lr"]
-    if config.get("model.lora.rank"):
-        shown += ["model.lora.rank", "model.lora.alpha"]
-    shown += [key for key in config if key.startswith(("reward.components", "reward._target_")) and config[key]]
-    return {f"`{key}`": config[key] for key in shown if key in config}
 
 
 def _evaluations(run: Path, step: int) -> dict[str, str]:

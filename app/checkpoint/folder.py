@@ -19,11 +19,7 @@ class ResumePoint:
 
 
 def latest(folder: Path) -> Path | None:
-    """Return the newest complete checkpoint of the run in `folder`, or None.
-
-    Raises:
-        DamagedCheckpoint: `latest` names a checkpoint that does not exist.
-    """
+    """Return the newest complete checkpoint of a run, or None; `DamagedCheckpoint` if `latest` names a missing one."""
     return _existing(folder / FOLDER / LATEST)
 
 

@@ -30,17 +30,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from app.checkpoint.folder import (
-    ASIDE,
-    BEST,
-    FOLDER,
-    LATEST,
-    ResumePoint,
-    complete,
-    intact,
-    newest_intact,
-    step_of,
-)
+from app.checkpoint.folder import ASIDE, BEST, FOLDER, LATEST, ResumePoint, complete, intact, newest_intact, step_of
 from app.checkpoint.run_state import RunState, read_state, set_accuracy, write_state
 from app.errors import CheckpointError, ConfigError
 from app.protocols import Trainer
@@ -64,17 +54,14 @@ class CheckpointManager:
         ...                                                              # training continues
         await checkpoints.wait()                                         # step_10 is committed
 
-    Args:
-        keep: How many of the newest checkpoints to keep. While a checkpoint is being written, one more exists.
-        keep_best: Also keep the one with the highest accuracy.
-        timeout_s: Deadline of a write.
+    While a checkpoint is being written, one more than `keep`, or two with `keep_best`, exist.
     """
 
     def __init__(self, folder: Path, keep: int, *, keep_best: bool = False, timeout_s: float = 1800.0):
         self.folder = folder / FOLDER
         self.keep = keep
         self.keep_best = keep_best
-        self.timeout_s = timeout_s
+        self.timeout_s = timeout_s  # deadline of a write
         self._best: tuple[Path, float] | None = None  # the best checkpoint and its accuracy
         self._writing: asyncio.Task[None] | None = None
         self._target: Path | None = None  # of the newest write
@@ -82,13 +69,9 @@ class CheckpointManager:
         self.metrics: dict[str, float] = {}  # of the newest checkpoint; the seconds of its write once it is committed
 
     def prepare(self, checkpoint_bytes: int, resume_point: ResumePoint | None = None) -> None:
-        """Remove unfinished checkpoints, and check that the folder is writable and has enough space.
+        """Remove unfinished checkpoints. Raises `ConfigError` unless the folder is writable and has enough space.
 
-        Args:
-            resume_point: Where the run continues. Later checkpoints will be set aside and make no room for new ones.
-
-        Raises:
-            ConfigError: The folder is not writable, or the checkpoints that it will hold at once do not fit.
+        Checkpoints after the resume point will be set aside and make no room for new ones.
         """
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -159,9 +142,7 @@ class CheckpointManager:
         """Before the run ends or restarts: give the last checkpoint this many seconds to finish, then cancel it.
 
         A commit that has begun is finished, within `COMMIT_TIMEOUT_S`. A cancellation cancels the checkpoint at once.
-
-        Returns:
-            Why the checkpoint was not written; None if it was, or if none was being written.
+        Returns why the checkpoint was not written; None if it was, or if none was being written.
         """
         task = self._writing
         self._writing = None
@@ -201,12 +182,8 @@ class CheckpointManager:
     async def resume_point(self, named: Path | None = None) -> ResumePoint | None:
         """Return the checkpoint to resume from, after reading all its files; None if the run has none.
 
-        Args:
-            named: Take this checkpoint. None: take the latest, or if it is damaged, the newest intact one before it.
-
-        Raises:
-            DamagedCheckpoint: The named checkpoint, or every one, is damaged.
-            CheckpointError: A checkpoint has an unknown format, or was not read within the deadline.
+        It is the one that is named, else the newest intact one. Raises `DamagedCheckpoint` if that, or every one, is
+        damaged, and `CheckpointError` for an unknown format or a late read.
         """
         reading = in_thread(intact, named) if named else in_thread(newest_intact, self.folder.parent)
         try:
@@ -250,10 +227,8 @@ class CheckpointManager:
             needed = checkpoint_bytes * OVERHEAD
             free = shutil.disk_usage(self.folder).free
             if free < needed:
-                raise CheckpointError(
-                    f"checkpoint {_final_name(writing)} cannot be started: it needs {size(needed)}, and "
-                    f"{self.folder} has {size(free)} left"
-                )
+                needs = f"it needs {size(needed)}, and {self.folder} has {size(free)} left"
+                raise CheckpointError(f"checkpoint {_final_name(writing)} cannot be started: {needs}")
             writing.mkdir()
 
     async def _write(self, trainer: Trainer, state: RunState, writing: Path, final: Path) -> None:

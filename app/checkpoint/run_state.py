@@ -69,12 +69,7 @@ def read_state(path: Path) -> RunState:
 
 
 def read_intact(path: Path) -> RunState:
-    """Like `read_state`, and read every file to compare its checksum.
-
-    Raises:
-        DamagedCheckpoint: As `read_state`, or a file's content has changed.
-        CheckpointError: As `read_state`.
-    """
+    """Like `read_state`, and read every file to compare its checksum."""
     state, stored = _read(path)
     try:
         found = crc32_of([path / name for name in stored])
@@ -90,12 +85,7 @@ def read_intact(path: Path) -> RunState:
 
 
 def require_model(state: RunState, model: Mapping[str, Any], path: Path) -> None:
-    """Raise `CheckpointError` unless the checkpoint at `path` is of this model.
-
-    Args:
-        model: `identity` of this model. The location of its source is not compared.
-        path: For the message.
-    """
+    """Raise `CheckpointError` unless the checkpoint at `path` is of this model, wherever its source is."""
     trained, ours = lora_of(state), LoraConfig(**model.get("lora", {}))
     if trained != ours:
         raise CheckpointError(

@@ -40,11 +40,7 @@ class DriverPath(JobConfig):
 
 
 async def connect(config: RunConfig, device: Device) -> None:
-    """Start a local Ray, or join the cluster at `cluster.address`. Can be cancelled while it waits for the head.
-
-    Raises:
-        RunError: Ray does not start, or the cluster cannot be joined.
-    """
+    """Start a local Ray, or join `cluster.address`. Can be cancelled. Raises `RunError` if that fails."""
     os.environ |= {
         # Ray runs its workers at low priority by default, but ranks and engines are not background work.
         "RAY_worker_niceness": "0",
@@ -96,10 +92,8 @@ async def _wait_for_head(address: str, timeout_s: float) -> None:
         except (OSError, TimeoutError) as error:
             if time.monotonic() + RETRY_DELAY_S > deadline:
                 reason = os.strerror(error.errno) if error.errno else "no reply"
-                raise RunError(
-                    f"cluster.address={address} cannot be joined: nothing accepted a connection within "
-                    f"cluster.timeout_s={timeout_s:g} s: {reason}"
-                ) from error
+                late = f"nothing accepted a connection within cluster.timeout_s={timeout_s:g} s"
+                raise RunError(f"cluster.address={address} cannot be joined: {late}: {reason}") from error
         await asyncio.sleep(RETRY_DELAY_S)
 
 
@@ -125,10 +119,8 @@ def _start_local(config: RunConfig, device: Device) -> None:
             return
         except Exception as error:  # Ray's own type where its node is not up within 30 s, as on a busy machine
             if attempt == START_ATTEMPTS:
-                raise RunError(
-                    f"Ray did not start on this machine in {START_ATTEMPTS} attempts: {one_line(error)}"
-                    + last_ray_error()
-                ) from error
+                failed = f"Ray did not start on this machine in {START_ATTEMPTS} attempts"
+                raise RunError(f"{failed}: {one_line(error)}{last_ray_error()}") from error
 
 
 def count_nodes() -> int:

@@ -47,11 +47,7 @@ class DevicePlacement:
     locations: tuple[BundleLocation, ...]  # of the trainer's bundles, by bundle index
 
     async def locate_ranks(self) -> None:
-        """Ask for the locations of the trainer's bundles again, while no rank holds them.
-
-        Raises:
-            TrainerError: Ray did not reserve the bundles of a lost node again within `trainer.timeout_s`.
-        """
+        """Locate the trainer's bundles again, without ranks. Raises `TrainerError` after `trainer.timeout_s`."""
         timeout_s = self.config.trainer.timeout_s
         try:
             self.locations = await _locate_bundles(self.group, self.config, self.device, timeout_s)
@@ -74,11 +70,7 @@ class DevicePlacement:
         return {**resources(self.device, self.config.teacher_devices), **self._in_bundle(last)}
 
     def engine_environment(self, engine: int) -> dict[str, str]:
-        """Return the environment that limits an engine to the devices of its ranks; empty without shared devices.
-
-        Raises:
-            RunError: The devices are on several nodes.
-        """
+        """Return the environment that limits an engine to its ranks' devices; `RunError` if several nodes have them."""
         if self.device.visibility is None or not self.config.shared_devices:
             return {}
 
@@ -131,11 +123,7 @@ def bundles(config: RunConfig, device: Device) -> list[dict[str, float]]:
 
 
 async def reserve(config: RunConfig, device: Device) -> DevicePlacement:
-    """Reserve the devices of a run. Can be cancelled while it waits for them.
-
-    Raises:
-        RunError: They were not free within `cluster.timeout_s`. Names the needed and the available count.
-    """
+    """Reserve the devices of a run. Can be cancelled. Raises `RunError` after `cluster.timeout_s`."""
     wanted = bundles(config, device)
     group = placement_group(wanted, strategy="PACK")
 

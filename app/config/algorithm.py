@@ -1,19 +1,8 @@
-"""Settings of `algorithm=`, and the table of old policies and corrections.
+"""Settings of `algorithm=`. The table of old policies and corrections is in docs/algorithms.md.
 
-ratio = π / π_old; the policy gradient is multiplied by a weight made of w = π_old(trainer) / π_rollout.
-
-| old_policy | π_old                              | correction    | weight                                        |
-|------------|------------------------------------|---------------|-----------------------------------------------|
-| trainer    | the trainer's at the step's start  | none          | 1                                             |
-| trainer    |                                    | tis           | min(w, high): decoupled PPO                   |
-| trainer    |                                    | icepop        | w inside low … high, else 0                   |
-| trainer    |                                    | kpop          | w where no binary KL is above high, else 0    |
-| trainer    |                                    | sequence_mask | 1 where the sequence's w is in bounds, else 0 |
-| rollout    | the engine's                       | none          | 1: π_old is π_rollout                         |
-
-low and high are `correction_low` and `correction_high`. A sequence's w is the geometric mean of its tokens' w. The
-weight multiplies the policy term, neither the KL term nor the entropy bonus. With one update per step π_old is the
-current policy, detached, and needs no extra forward pass.
+ratio = π / π_old. The policy term, neither the KL term nor the entropy bonus, is multiplied by a weight made of
+w = π_old(trainer) / π_rollout and of `correction_low` and `correction_high`; a sequence's w is the geometric mean of
+its tokens' w. With one update per step π_old is the current policy, detached, and needs no extra forward pass.
 """
 
 from dataclasses import dataclass
@@ -100,8 +89,7 @@ class AlgorithmConfig:
         noun=f"one of {', '.join(ADVANTAGES)}, {OWN}.my_advantage",
     )
     normalize_by_std: bool = setting(
-        True,
-        "With algorithm.advantage=grpo, divide by the standard deviation of the rewards; Dr. GRPO does not.",
+        True, "With algorithm.advantage=grpo, divide by the standard deviation of the rewards; Dr. GRPO does not."
     )
     reward_coefficient: float = setting(
         1.0, "Weight of the advantages from rewards; 0 learns from the teacher alone.", at_least=0
@@ -181,7 +169,6 @@ class AlgorithmConfig:
 
     @property
     def own(self) -> list[str]:
-        """Functions of the user's own, by their paths."""
         return [path for path in (self.advantage, self.objective) if path not in (*ADVANTAGES, *OBJECTIVES)]
 
     @property
@@ -191,12 +178,10 @@ class AlgorithmConfig:
 
     @property
     def prompts_per_update(self) -> int:
-        """Prompts of one optimizer update."""
         return self.prompts_per_step // self.updates_per_step
 
     @property
     def trajectories_per_step(self) -> int:
-        """Trajectories of one step."""
         return self.prompts_per_step * self.group_size
 
     def correction_bounds(self, correction: Correction) -> tuple[float, float]:
@@ -214,7 +199,6 @@ class AlgorithmConfig:
 
     @property
     def needs_reference(self) -> bool:
-        """Whether a frozen reference policy is loaded for the KL penalty."""
         return self.kl is not Kl.none
 
     @property
@@ -227,7 +211,6 @@ class AlgorithmConfig:
         return round(self.overlong_buffer_fraction * max_completion_tokens)
 
     def validate(self) -> None:
-        """Raise `ConfigError` for settings that contradict each other."""
         for key, built_in in (("advantage", ADVANTAGES), ("objective", OBJECTIVES)):
             value = getattr(self, key)
             known = value in built_in or is_dotted_path(value)

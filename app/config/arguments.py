@@ -18,18 +18,7 @@ from app.config.setting import settings
 from app.errors import ConfigError, expect
 
 OPTIONS = {name: action for action in get_args_parser()._actions for name in action.option_strings}
-GROUPS = (
-    "algorithm",
-    "data",
-    "device",
-    "environment",
-    "experiment",
-    "model",
-    "placement",
-    "reward",
-    "tracking",
-    "sweep",
-)
+GROUPS = "algorithm data device environment experiment model placement reward tracking sweep".split()  # noqa: SIM905
 BEYOND_ASCII = re.compile(r"""[^\s,:\[\]{}"']*[^\x00-\x7f][^\s,:\[\]{}"']*""")  # words
 
 
@@ -37,9 +26,6 @@ def check_arguments(arguments: Sequence[str]) -> list[str]:
     """Return the arguments with the options of Hydra behind the settings: its parser refuses them in between.
 
     `--help` takes the name of a section or a setting, and then shows that alone.
-
-    Raises:
-        ConfigError: An argument is neither an option of Hydra nor `key=value`, or not written as Hydra reads it.
 
     >>> check_arguments(["steps=3", "--cfg", "job", "seed=1"])
     ['steps=3', 'seed=1', '--cfg', 'job']
@@ -59,7 +45,6 @@ def check_arguments(arguments: Sequence[str]) -> list[str]:
         word = words.popleft()
         name, equals, value = word.partition("=")
         option = OPTIONS.get(name)
-
         if with_help and word in names:
             overrides.append(f"hydra.help.template='${{settings_help:{word}}}'")
         elif option is not None and (option.nargs != 0 or not equals):
@@ -74,12 +59,11 @@ def check_arguments(arguments: Sequence[str]) -> list[str]:
 def _with_value(option: Action, word: str, value: str, words: deque[str]) -> list[str]:
     """Return an option's name and its value, taken from the words that follow if there is none in this one."""
     choices = [str(each) for each in option.choices or ()]
-    follows = bool(words) and not words[0].startswith("-") and (option.nargs is None or words[0] in choices)
-    if follows and not value:
-        value = words.popleft()
-    known = not choices or value in choices or (option.nargs == "?" and not value)
-    needed = option.nargs is None and not value
-    expect(known and not needed, word, "", f"one of {', '.join(choices)}" if choices else "a value")
+    optional = option.nargs is not None
+    follows = bool(words) and not words[0].startswith("-") and (not optional or words[0] in choices)
+    value = value or (words.popleft() if follows else "")
+    good = (value in choices or not choices) if value else optional and (option.nargs == "?" or not choices)
+    expect(good, word, "", f"one of {', '.join(choices)}" if choices else "a value")
     return [option.option_strings[0], *filter(None, [value])]
 
 
@@ -114,11 +98,7 @@ def _instead(word: str, following: str) -> str:
 
 
 def _readable(word: str) -> str:
-    """Return an override, quoted where it is text that Hydra cannot read without: `data.answer_after=####`.
-
-    Raises:
-        ConfigError: Hydra cannot read it, it deletes a setting, or gives several presets of a group.
-    """
+    """Return an override, quoted where Hydra needs it, as in `data.answer_after=####`."""
     key, _, value = word.lstrip("+~").partition("=")
     declared = next((each for each in settings(RunConfig) if each.key == key), None)
     if word.startswith("~") and declared and not isinstance(declared.default, dict):
@@ -142,6 +122,5 @@ def _readable(word: str) -> str:
         several = key in GROUPS and isinstance(parsed.value(), list) and not parsed.is_sweep_override()
         expect(not several, key, value, "one preset, or add -m for a sweep of several, without brackets")
         return candidate
-    raise ConfigError(
-        key or word, value.replace("\n", " "), reason=f"{problem}; quote text for the shell and for Hydra"
-    )
+    reason = f"{problem}; quote text for the shell and for Hydra"
+    raise ConfigError(key or word, value.replace("\n", " "), reason=reason)

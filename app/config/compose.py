@@ -5,6 +5,7 @@ import difflib
 import re
 from collections.abc import Sequence
 from functools import cache
+from itertools import accumulate, chain
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -68,11 +69,7 @@ def prepare(composed: DictConfig) -> DictConfig:
 
 
 def resolve(settings: DictConfig) -> RunConfig:
-    """Convert prepared settings to a validated `RunConfig`.
-
-    Raises:
-        ConfigError: A key is not in the schema (also one added with `+`), or a value is not accepted.
-    """
+    """Convert prepared settings to a validated `RunConfig`. Raises `ConfigError` for unknown keys and wrong values."""
     application = OmegaConf.masked_copy(settings, [str(key) for key in settings if key != "hydra"])
 
     try:
@@ -95,11 +92,8 @@ def resolve(settings: DictConfig) -> RunConfig:
 
 def setting_names() -> list[str]:
     """The dotted names of all sections and settings."""
-    names: dict[str, None] = {}
-    for each in settings(RunConfig):
-        words = each.key.split(".")
-        names.update(dict.fromkeys(".".join(words[:count]) for count in range(1, len(words) + 1)))
-    return list(names)
+    keys = [accumulate(each.key.split("."), "{}.{}".format) for each in settings(RunConfig)]
+    return list(dict.fromkeys(chain.from_iterable(keys)))
 
 
 def config_error(error: Exception) -> ConfigError:
@@ -132,7 +126,6 @@ def config_error(error: Exception) -> ConfigError:
 
 
 def _unknown_choice(group: str, choice: str, lines: Sequence[str]) -> ConfigError:
-    """Name the choices of a group, which Hydra lists one on a line."""
     start = next((index for index, line in enumerate(lines) if line.startswith("Available options")), len(lines))
     choices = [line for line in lines[start + 1 :] if re.fullmatch(r"\w+", line)]
     accepted = f"one of {', '.join(choices)}" if choices else "another key: there is no such group"
@@ -159,14 +152,10 @@ def _unknown_key(key: str, value: str, source: str = "") -> ConfigError:
 
 def _accepted(key: str) -> str:
     """Return what the setting of this name accepts, also in a section of a mapping; empty for another key."""
-    found = ""
-    for each in settings(RunConfig):
-        pattern = re.escape(each.key).replace("<name>", r"[^.]+")
-        if re.fullmatch(pattern, key):
-            return each.accepted
-        if f"{key}.".startswith(f"{each.key}."):  # an entry of a mapping
-            found = found or each.accepted
-    return found
+    exact = (each for each in settings(RunConfig) if re.fullmatch(each.key.replace("<name>", r"[^.]+"), key))
+    above = (each for each in settings(RunConfig) if f"{key}.".startswith(f"{each.key}."))  # an entry of a mapping
+    found = next(chain(exact, above), None)
+    return found.accepted if found else ""
 
 
 def _without_noise(lines: Sequence[str]) -> str:

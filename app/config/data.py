@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from app.config.setting import setting
+from app.config.setting import check_target, setting
 from app.errors import expect
 
 FILES = "a file, a pattern such as 'rows/*.jsonl', a list of both, or the id of a Hugging Face data set"
@@ -106,8 +106,7 @@ class DataConfig:
         "program shall pass; null adds nothing, and nothing is added to chat messages.",
     )
     tools: str | None = setting(
-        None,
-        "Field with the tools that the chat template shows, a list of JSON schemas or its text; null shows none.",
+        None, "Field with the tools that the chat template shows, a list of JSON schemas or its text; null shows none."
     )
     distinct: bool = setting(False, "Keep only the first of rows with the same question and answer.")
     max_broken_rows: int = setting(
@@ -157,7 +156,6 @@ class DataConfig:
 
     @property
     def generated(self) -> GeneratedConfig:
-        """Sizes of the generated problems."""
         return self.products if self.name == "products" else self.arithmetic
 
     @property
@@ -171,7 +169,6 @@ class DataConfig:
 
     @property
     def sources(self) -> list[str]:
-        """Names of the training sets, each the `source` of its prompts."""
         return list(self.train_sets) or [self.name]
 
     @property
@@ -180,13 +177,11 @@ class DataConfig:
         return {name: each.weight for name, each in self.train_sets.items()}
 
     def validate(self) -> None:
-        """Raise `ConfigError` for settings that contradict each other."""
         expect(self.question != "", "data.question", "''", "the name of a field of the rows")
-        for name in ("answer", "tools", "context"):
-            expect(getattr(self, name) != "", f"data.{name}", "''", "null or the name of a field of the rows")
-        expect(self.answer_after != "", "data.answer_after", "''", "null or a text such as '####'")
-        marked = self.answer is None and self.answer_after is not None
-        expect(not marked, "data.answer_after", self.answer_after, "null with data.answer=null")
+        for name in ("answer", "answer_after", "tools", "context"):
+            expect(getattr(self, name) != "", f"data.{name}", "''", "null or text")
+        whole = self.answer is not None or self.answer_after is None
+        expect(whole, "data.answer_after", self.answer_after, "null with data.answer=null")
 
         self._validate_sources()
         if not self._has_own_rows and self.name != ENVIRONMENT:
@@ -199,9 +194,8 @@ class DataConfig:
         accepted = "null with data.template=plain, which has no messages"
         for name, value in (("system", self.system), ("tools", self.tools)):
             expect(value is None or self.template is Template.chat, f"data.{name}", value, accepted)
-        own = self.chat_template_kwargs
+        own, given = self.chat_template_kwargs, RESERVED | {"enable_thinking"}
         expect(not own or self.template is Template.chat, f"data.{TEMPLATE_KWARGS}", own, "{} with data.template=plain")
-        given = RESERVED | {"enable_thinking"}
         accepted = f"variables without {', '.join(sorted(given))}; data.thinking sets the last"
         expect(given.isdisjoint(own), f"data.{TEMPLATE_KWARGS}", own, accepted)
 
@@ -217,8 +211,6 @@ class DataConfig:
             good = bool(parts) and all(isinstance(part, str) and part for part in parts)
             expect(good or (path is None and "train_sets" not in key), key, path, FILES)
 
-        target = self._target_
-        accepted = "the dotted path of a function, such as my_package.my_module.my_rows"
-        expect(target is None or ("." in target.strip(".") and ".." not in target), "data._target_", target, accepted)
-        expect(target is None or not self.train_sets, "data._target_", target, "null with data.train_sets")
-        expect(target is not None or not self.args, "data.args", self.args, "{} without data._target_")
+        check_target("data", self._target_, self.args)
+        alone = self._target_ is None or not self.train_sets
+        expect(alone, "data._target_", self._target_, "null with data.train_sets")

@@ -23,7 +23,6 @@ class Dtype(Enum):
 
     @property
     def bytes(self) -> int:
-        """Size of one element."""
         return 4 if self is Dtype.float32 else 2
 
 

@@ -47,21 +47,14 @@ REFUSED_TO_SCORE = {"speculative-algorithm": "null: a teacher samples nothing"}
 
 
 def check_engine_flags(key: str, flags: Mapping[str, Any], device: DeviceKind, *, scores: bool = False) -> None:
-    """Raise `ConfigError` for the first flag that is not accepted.
-
-    Args:
-        key: The setting: "rollout.engine_args".
-        flags: Its entries. None and False leave a flag out.
-        scores: Whether they only score given tokens, with weights of their own.
-    """
+    """Raise `ConfigError` for the first flag of `key` that an engine, or one that only `scores`, must not have."""
     refused = REFUSED_TO_SCORE if scores else REFUSED | (REFUSED_ON_CPU if device is DeviceKind.cpu else {})
     refused = refused | OWNED
     for name, value in flags.items():
         is_known = not known_flags() or any(each.startswith(name) for each in known_flags())
         expect(is_known, f"{key}.{name}", value, "a flag of the installed SGLang, without its dashes")
-        if value is None or value is False:
+        if value is None or value is False:  # left out
             continue
-
         flag = next((each for each in sorted(refused) if each.startswith(name)), None)
         expect(flag is None, f"{key}.{name}", value, refused.get(flag or "", ""))
         is_number = not CONTEXT_FLAG.startswith(name) or str(value).isdecimal()

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from app.config.setting import PATH, SECONDS, check_path, is_dotted_path, setting
+from app.config.setting import PATH, SECONDS, check_target, is_dotted_path, setting
 from app.errors import expect
 
 
@@ -35,9 +35,7 @@ class EnvironmentConfig:
         "tiny task; verifiers and openenv: environments of those libraries; one of your own is environment._target_.",
     )
     _target_: str | None = setting(
-        None,
-        "Dotted path of your own environment: a class with begin and step, or with run.",
-        noun=PATH,
+        None, "Dotted path of your own environment: a class with begin and step, or with run.", noun=PATH
     )
     args: dict[str, Any] = setting(
         {},
@@ -79,7 +77,6 @@ class EnvironmentConfig:
 
     @property
     def multi_turn(self) -> bool:
-        """Whether episodes are played, in worker processes."""
         return self.module != EnvironmentKind.single_turn.value
 
     @property
@@ -89,21 +86,18 @@ class EnvironmentConfig:
 
     @property
     def module(self) -> str:
-        """The module of `app.environment` that makes the trajectories."""
         return self.kind.value if self._target_ is None else "own"
 
     @property
     def choice(self) -> str:
-        """The override that selects it, for messages."""
         return f"environment={self.kind.value}" if self._target_ is None else f"environment._target_={self._target_}"
 
     def validate(self) -> None:
-        """Raise `ConfigError` for settings that belong to another kind of environment."""
         target = self._target_
         alone = target is None or self.kind is EnvironmentKind.single_turn
         expect(alone, "environment._target_", target, f"null with environment={self.kind.value}")
-        check_path("environment._target_", target)
         takes_args = self.module in ("own", "verifiers", "openenv")
+        check_target("environment", target, {})
         expect(takes_args or not self.args, "environment.args", self.args, f"{{}} with {self.choice}")
         self._only_with(EnvironmentKind.tools, "tools", self.tools, "[my_tools.search]")
         self._only_with(EnvironmentKind.verifiers, "id", self.id, "the package of the environment")

@@ -18,6 +18,5 @@ class EvalConfig:
     top_k: int | None = setting(None, "Sample from this many of the likeliest tokens; null is all.", at_least=1)
 
     def validate(self) -> None:
-        """Raise `ConfigError` for several samples that would all be the same."""
         accepted = "1 with eval.temperature=0, since greedy samples are all the same"
         expect(self.samples == 1 or self.temperature > 0, "eval.samples", self.samples, accepted)

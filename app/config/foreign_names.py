@@ -44,16 +44,12 @@ def answer(key: str, value: str = VALUE) -> str | None:
     for start in range(len(words)):
         parents = [f"{'.'.join(words[start:end])}.*" for end in range(start + 1, len(words))]
         for name in (".".join(words[start:]), *parents):
-            if name in entries():
-                return _advice(entries()[name], value)
+            if (entry := entries().get(name)) is None:
+                continue
+            if "because" in entry:
+                return str(entry["because"])
+            written = entry["values"].get(value.lower(), VALUE) if "values" in entry else value
+            # a value may stand in an expression that the reader computes: <value/algorithm.group_size>
+            text = re.sub(r"\bvalue\b", written.strip("<>").replace("\\", r"\\"), entry["write"])
+            return f"write {text.replace(f'<{written}>', written)}"
     return None
-
-
-def _advice(entry: dict[str, Any], value: str) -> str:
-    if "because" in entry:
-        return str(entry["because"])
-    if "values" in entry:
-        value = entry["values"].get(value.lower(), VALUE)
-    # a value may stand in an expression that the reader computes: <value/algorithm.group_size>
-    written = re.sub(r"\bvalue\b", lambda _: value.strip("<>"), entry["write"])
-    return f"write {written.replace(f'<{value}>', value)}"

@@ -10,8 +10,6 @@ HF_PRESET = "hf"  # the preset for any model, and its name while there is no pat
 TINY_MODELS = Path(__file__).parents[1] / "model" / "tiny"  # a directory per model that is part of the application
 # Presets with a toy's sizes, and the models that they train.
 TINY_PRESETS = {"tiny": "tiny", "tiny_qwen35": "tiny_qwen35", "tiny_tools": "tiny_tools", "tiny_lora": "tiny"}
-
-
 ALL_LINEAR = "all"  # as a target of LoRA
 LORA_RATE = 10  # times the learning rate of full fine-tuning
 
@@ -34,16 +32,13 @@ class LoraConfig:
 
     @property
     def enabled(self) -> bool:
-        """Whether adapters are trained."""
         return self.rank > 0
 
     @property
     def scale(self) -> float:
-        """The factor of an adapter's product."""
         return self.alpha / self.rank
 
     def validate(self) -> None:
-        """Raise `ConfigError` for targets that name nothing."""
         alone = ALL_LINEAR not in self.targets or len(self.targets) == 1
         expect(bool(self.targets) and alone, "model.lora.targets", self.targets, "[all], or names of linear layers")
 
@@ -75,7 +70,6 @@ class ModelConfig:
         return TINY_MODELS / path if path in TINY_PRESETS.values() else Path(path).expanduser()
 
     def validate(self) -> None:
-        """Raise `ConfigError` for a missing directory, or a revision of none."""
         self.lora.validate()
 
         path = self.path or ""
@@ -83,12 +77,8 @@ class ModelConfig:
         local = path.startswith((".", "/", "~"))
         accepted = "an existing Hugging Face model directory or a hub id"
         expect(path != "" and (is_directory or not local), "model.path", self.path, accepted)
-        expect(
-            self.revision is None or not is_directory,
-            "model.revision",
-            self.revision,
-            "null, or a hub id as model.path",
-        )
+        known = self.revision is None or not is_directory
+        expect(known, "model.revision", self.revision, "null, or a hub id as model.path")
         template = self.chat_template
         is_file = template is None or Path(template).expanduser().is_file()
         expect(is_file, "model.chat_template", template, "an existing file with a Jinja template, or null")

@@ -13,9 +13,7 @@ PRESET = "data=rows"
 
 
 def with_preset(overrides: Sequence[str]) -> list[str]:
-    """Select `data=rows` where training data of the user's own replaces the preset of a model.
-
-    A tiny model keeps its preset, whose problems come without a chat template.
+    """Select `data=rows` where own training data replaces a model's preset; a tiny model has no chat template.
 
     >>> with_preset(["model=hf", "data.path=rows.jsonl"])
     ['data=rows', 'model=hf', 'data.path=rows.jsonl']
@@ -29,15 +27,11 @@ def with_preset(overrides: Sequence[str]) -> list[str]:
 
 
 def remove_evaluation_of_other_data(composed: DictConfig) -> None:
-    """Remove evaluation sets of a preset whose training rows the command line replaces, or all with `{}`.
-
-    A set without a path is a split of any `data.path`.
-    """
+    """Remove evaluation sets of a preset whose training rows the command line replaces, or all with `{}`."""
     given: Any = OmegaConf.to_container(composed.hydra.overrides.task, resolve=False)
     written = [each.lstrip("+") for each in given]
-    unwanted = f"{SETS}={{}}" in written
-    other_path = any(each.startswith("data.path=") for each in written)
-    other_rows = any(each.startswith(TRAINING[1:]) for each in written)
+    all_sets = f"{SETS}={{}}" in written or any(each.startswith(TRAINING[1:]) for each in written)
+    other_path = any(each.startswith("data.path=") for each in written)  # a set without a path is one of its splits
     sets = composed.data.eval_sets
     with open_dict(sets):
         for name, evaluation in [*sets.items()]:
@@ -45,5 +39,5 @@ def remove_evaluation_of_other_data(composed: DictConfig) -> None:
                 each.startswith(f"{SETS}.{name}.") or (each.startswith(f"{SETS}=") and f"{name}:" in each)
                 for each in written
             )
-            if not own and (unwanted or other_rows or (other_path and evaluation.get("path") is not None)):
+            if not own and (all_sets or (other_path and evaluation.get("path") is not None)):
                 del sets[name]

@@ -7,6 +7,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from app.config.command_line import names_of
 from app.errors import ConfigError, expect
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -19,11 +20,7 @@ UNSUPPORTED = (
 
 
 def take_settings(composed: DictConfig) -> None:
-    """Set rank, alpha and targets of `model.lora` to those of the adapter at `model.lora.path`, if there is one.
-
-    Raises:
-        ConfigError: There is no LoRA adapter that can be continued, or the command line gives another rank or alpha.
-    """
+    """Set rank, alpha and targets of `model.lora` to those of the adapter at `model.lora.path`, if there is one."""
     lora = composed.model.lora
     if lora.path is None:
         return
@@ -44,7 +41,7 @@ def take_settings(composed: DictConfig) -> None:
     # rsLoRA divides by √rank (arXiv 2312.03732)
     taken: dict[str, Any] = {"rank": rank, "alpha": alpha * sqrt(rank) if found.get("use_rslora") else alpha}
     taken["targets"] = sorted({name.split(".lora_")[0].rpartition(".")[2] for name in header if ".lora_" in name})
-    given = {each.lstrip("+").partition("=")[0] for each in composed.hydra.overrides.task}
+    given = names_of(composed.hydra.overrides.task)
     ours: Any = OmegaConf.to_container(lora)
     for name, value in taken.items():
         same = f"model.lora.{name}" not in given or ours[name] == value

@@ -47,19 +47,16 @@ class PlacementConfig:
 
     @property
     def trainer_ranks(self) -> int:
-        """Number of trainer ranks, one per device."""
         return self.devices if self.kind is PlacementKind.colocate else self.trainer_devices
 
     @property
     def engine_devices(self) -> int:
-        """Devices of all engines together."""
         return self.devices if self.kind is PlacementKind.colocate else self.rollout_devices
 
     def validate(self) -> None:
-        """Raise `ConfigError` for staleness or requests in flight that the placement cannot have."""
         fresh = self.max_staleness == 0
-        possible = fresh or self.kind is not PlacementKind.colocate
         accepted = "0 with placement=colocate, which is always on-policy"
+        possible = fresh or self.kind is not PlacementKind.colocate
         expect(possible, "placement.max_staleness", self.max_staleness, accepted)
         accepted = "drain with placement.max_staleness=0: no completion may continue across a weight sync"
         expect(self.in_flight is InFlight.drain or not fresh, "placement.in_flight", self.in_flight, accepted)

@@ -13,7 +13,5 @@ class RecoveryConfig:
         3, "Restarts of a failed trainer, without a further step between them, before the run fails.", at_least=0
     )
     max_engine_failures: int = setting(
-        5,
-        "Failures in a row of an engine, and failed attempts of one prompt, before the run fails.",
-        at_least=0,
+        5, "Failures in a row of an engine, and failed attempts of one prompt, before the run fails.", at_least=0
     )

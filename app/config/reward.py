@@ -2,10 +2,10 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-from app.config.setting import PATH, SECONDS, check_path, setting
+from app.config.setting import PATH, SECONDS, check_target, setting
 from app.errors import expect
 
 BUILT_IN = ("exact", "format", "math", "code", "environment")  # each is a module of `app.reward`
@@ -59,9 +59,7 @@ class RewardConfig:
         "+reward.components.style._target_=my_module.style +reward.components.style.weight=0.2",
     )
     workers: int = setting(
-        1,
-        "Worker processes of each component but exact and format; each scores one group at a time.",
-        at_least=1,
+        1, "Worker processes of each component but exact and format; each scores one group at a time.", at_least=1
     )
     timeout_s: float = setting(
         60.0,
@@ -89,9 +87,11 @@ class RewardConfig:
         """Return the components by name. The settings must be valid."""
         if self._target_ is not None:
             return {self._target_.rpartition(".")[2]: RewardTerm(target=self._target_, args=self.args)}
-        terms = {name: _term(entry) for name, entry in self.components.items()}
-        if CODE in terms:
-            terms[CODE] = replace(terms[CODE], args=self.args)
+        terms = {}
+        for name, entry in self.components.items():
+            own = entry if isinstance(entry, dict) else {"weight": entry}
+            args = self.args if name == CODE else own.get("args") or {}
+            terms[name] = RewardTerm(float(own.get("weight", 1.0)), own.get("_target_"), args)
         return terms
 
     @property
@@ -102,41 +102,31 @@ class RewardConfig:
 
     @property
     def code(self) -> CodeArgs | None:
-        """The arguments of the component `code`, if it is there."""
         runs_code = self._target_ is None and CODE in self.components
         return CodeArgs(**self.args) if runs_code else None
 
     def validate(self) -> None:
-        """Raise `ConfigError` for unknown components, a malformed path, or arguments without a callable."""
         target = self._target_
         expect(target is not None or bool(self.components), "reward.components", "{}", "at least one component")
         for name, entry in self.components.items():
             _check_entry(f"reward.components.{name}", name, entry)
 
-        check_path("reward._target_", target)
-        if target is None and CODE in self.components:
-            _check_code(self.args)
-        else:
-            expect(target is not None or not self.args, "reward.args", self.args, "{} without reward._target_")
+        runs_code = target is None and CODE in self.components
+        check_target("reward", target, {} if runs_code else self.args)
+        for name, value in self.args.items() if runs_code else ():
+            expect(name in CODE_ACCEPTED, f"reward.args.{name}", value, f"{', '.join(CODE_ACCEPTED)} with reward=code")
+            accepts, accepted = CODE_ACCEPTED[name]
+            expect(accepts(value), f"reward.args.{name}", value, accepted)
 
-        # one component of a preset is meant to be replaced
-        if target is not None and (
-            len(self.components) > 1 or any(isinstance(each, dict) for each in self.components.values())
-        ):
-            name = target.rpartition(".")[2]
-            expect(False, "reward._target_", target, f"+reward.components.{name}._target_={target} to add it")
-
-
-def _term(entry: Any) -> RewardTerm:
-    if not isinstance(entry, dict):
-        return RewardTerm(weight=float(entry))
-    return RewardTerm(float(entry.get("weight", 1.0)), entry.get("_target_"), entry.get("args") or {})
+        if target is not None:
+            # one component of a preset is meant to be replaced
+            replaced = [each for each in self.components.values() if not isinstance(each, dict)]
+            accepted = f"+reward.components.{target.rpartition('.')[2]}._target_={target} to add it"
+            expect(len(self.components) == len(replaced) <= 1, "reward._target_", target, accepted)
 
 
 def _check_entry(key: str, name: str, entry: Any) -> None:
-    """Raise `ConfigError` unless `entry` is a weight or a mapping of weight, _target_ and args."""
-    if not isinstance(entry, dict):
-        entry = {"weight": entry}
+    entry = entry if isinstance(entry, dict) else {"weight": entry}
     for word, value in entry.items():
         example = f"weight, _target_ or args, as in +{key}.args.{word}={value}"
         expect(word in ENTRY_KEYS, f"{key}.{word}", value, example)
@@ -148,13 +138,5 @@ def _check_entry(key: str, name: str, entry: Any) -> None:
     number = isinstance(weight, int | float) and not isinstance(weight, bool) and math.isfinite(weight)
     expect(number, key, weight, "a finite weight")
     expect(target is None or name not in BUILT_IN, f"{key}._target_", target, f"another name: {name} is built in")
-    check_path(f"{key}._target_", target)
     expect(isinstance(args, dict), f"{key}.args", args, f"entries as in +{key}.args.scale=0.5")
-    expect(target is not None or not args, f"{key}.args", args, f"{{}} without {key}._target_")
-
-
-def _check_code(args: Mapping[str, Any]) -> None:
-    for name, value in args.items():
-        expect(name in CODE_ACCEPTED, f"reward.args.{name}", value, f"{', '.join(CODE_ACCEPTED)} with reward=code")
-        accepts, accepted = CODE_ACCEPTED[name]
-        expect(accepts(value), f"reward.args.{name}", value, accepted)
+    check_target(key, target, args)

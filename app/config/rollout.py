@@ -15,9 +15,7 @@ class RolloutConfig:
     temperature: float = setting(1.0, "Sampling temperature; the trainer's log-probabilities use it too.", above=0)
     top_p: float = setting(1.0, "Only 1 is accepted in training; evaluations have eval.top_p.", above=0, at_most=1)
     stop: list[str] = setting(
-        [],
-        "Texts that end a completion, of evaluations too; their tokens stay in it and are trained on.",
-        noun=TEXTS,
+        [], "Texts that end a completion, of evaluations too; their tokens stay in it and are trained on.", noun=TEXTS
     )
     max_prompt_tokens: int = setting(64, "Longer prompts are dropped from the data, and counted.", at_least=1)
     max_completion_tokens: int = setting(64, "Tokens after which a completion is truncated.", at_least=1)
@@ -30,10 +28,7 @@ class RolloutConfig:
     )
     start_timeout_s: float = setting(300.0, "Deadline for an engine's first reply.", above=0, noun=SECONDS)
     stall_timeout_s: float = setting(
-        120.0,
-        "Time without a new token, with requests in flight, until an engine is lost.",
-        above=0,
-        noun=SECONDS,
+        120.0, "Time without a new token, with requests in flight, until an engine is lost.", above=0, noun=SECONDS
     )
     memory_fraction: float | None = setting(
         None,

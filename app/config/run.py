@@ -102,7 +102,6 @@ class RunConfig:
 
     @property
     def trained_by(self) -> str:
-        """The name of the algorithm, or sft."""
         return Mode.sft.name if self.mode is Mode.sft else self.algorithm.name
 
     @property
@@ -122,25 +121,21 @@ class RunConfig:
 
     @property
     def groups_in_flight(self) -> int:
-        """The most groups being sampled at a time while training."""
         admitted = (self.placement.max_staleness + 1) * self.algorithm.prompts_per_step
         return min(self.rollout.max_inflight_groups, admitted)
 
     @property
     def stream(self) -> bool:
         """Whether groups are trained on as they arrive."""
-        asynchronous = self.placement.kind is PlacementKind.fully_async
-        possible = asynchronous and self.algorithm.updates_per_step == 1
+        possible = self.placement.kind is PlacementKind.fully_async and self.algorithm.updates_per_step == 1
         return possible and self.placement.stream is not Stream.off
 
     @property
     def correction(self) -> Correction:
         """The correction in force: `auto` resolved."""
-        if self.algorithm.correction is not Correction.auto:
-            return self.algorithm.correction
-
         stale = self.placement.max_staleness > 0 and self.algorithm.old_policy is OldPolicy.trainer
-        return Correction.tis if stale else Correction.none
+        automatic = Correction.tis if stale else Correction.none
+        return automatic if self.algorithm.correction is Correction.auto else self.algorithm.correction
 
     @property
     def device_count(self) -> int:
@@ -163,26 +158,19 @@ class RunConfig:
     @property
     def engines_keep_weights(self) -> bool:
         """Whether weights stay in device memory of the engines while the trainer trains."""
-        colocated = self.placement.kind is PlacementKind.colocate
-        releases = colocated and self.offload.engine and self.device.kind is not DeviceKind.cpu
-        return self.model.lora.enabled or not releases
+        releases = self.offload.engine and self.device.kind is not DeviceKind.cpu
+        return self.model.lora.enabled or self.placement.kind is not PlacementKind.colocate or not releases
 
     def validate(self) -> None:
-        """Raise `ConfigError` with one sentence on the first setting that cannot be run."""
         check_bounds(self)
         sections = (self.model, self.data, self.reward, self.environment, self.algorithm, self.placement, self.rollout)
-        for section in sections:
+        for section in (*sections, self.eval, self.tracking):
             section.validate()
-        check_engine_flags("device.engine_args", self.device.engine_args, self.device.kind)
-        check_engine_flags("rollout.engine_args", self.rollout.engine_args, self.device.kind)
-        self.teacher.validate(
-            temperature=self.rollout.temperature,
-            sources=self.data.sources,
-            policy=self.model,
-            device=self.device.kind,
-        )
-        self.eval.validate()
-        self.tracking.validate()
+        kind = self.device.kind
+        check_engine_flags("device.engine_args", self.device.engine_args, kind)
+        check_engine_flags("rollout.engine_args", self.rollout.engine_args, kind)
+        sources = self.data.sources
+        self.teacher.validate(self.rollout.temperature, sources=sources, policy=self.model, device=kind)
         if self.model.lora.enabled:
             self.weight_sync.validate_for_adapters()
         self.weight_sync.validate(
@@ -190,7 +178,7 @@ class RunConfig:
             starts_engines=not self.rollout.urls,
             engines_keep_weights=self.engines_keep_weights,
         )
-        transport_of(self.weight_sync, shared_devices=self.shared_devices, device=self.device.kind)
+        transport_of(self.weight_sync, shared_devices=self.shared_devices, device=kind)
 
         if self.mode is Mode.sft:
             self._validate_demonstrations()
@@ -199,16 +187,15 @@ class RunConfig:
         self._validate_rewards()
 
     def _validate_demonstrations(self) -> None:
-        placement, choice = self.placement.kind, self.environment.choice
-        sampled = "with mode=sft, which samples nothing"
+        placement, imitated, weight = self.placement.kind, self.data.demonstrations, self.algorithm.ce_coefficient
         expect(placement is PlacementKind.colocate, "placement", placement, "colocate with mode=sft")
-        expect(not self.environment.multi_turn, "environment", choice, "single_turn with mode=sft")
-        imitated, weight = self.data.demonstrations, self.algorithm.ce_coefficient
+        expect(not self.environment.multi_turn, "environment", self.environment.choice, "single_turn with mode=sft")
         expect(imitated is None, "data.demonstrations", imitated, "null with mode=sft, which imitates data.path")
         expect(weight == 1, "algorithm.ce_coefficient", weight, "1 with mode=sft, whose loss has no other component")
         for key, value in self.teacher.given_by.items():
-            expect(False, key, value, f"null {sampled}")
-        expect(not self.algorithm.needs_reference, "algorithm.kl", self.algorithm.kl, f"none {sampled}")
+            expect(False, key, value, "null with mode=sft, which samples nothing")
+        kl = self.algorithm.kl
+        expect(not self.algorithm.needs_reference, "algorithm.kl", kl, "none with mode=sft, which samples nothing")
 
     def _validate_devices(self) -> None:
         colocated = self.placement.kind is PlacementKind.colocate
@@ -227,9 +214,8 @@ class RunConfig:
         data, choice, turns = self.data, self.environment.choice, self.environment.multi_turn
         expect(data.tools is None or not turns, "data.tools", data.tools, f"null with {choice}, which names the tools")
         prompt = self.teacher.prompt
-        expect(
-            prompt is None or not turns, "teacher.prompt", prompt, f"null with {choice}: its episodes have no answer"
-        )
+        accepted = f"null with {choice}: its episodes have no answer"
+        expect(prompt is None or not turns, "teacher.prompt", prompt, accepted)
 
         lists = self.environment.kind is EnvironmentKind.verifiers  # the tasks of the run
         accepted = f"{'environment' if lists else 'that of other rows'} with {choice}"

@@ -11,12 +11,10 @@ A section of the configuration is a plain dataclass whose fields are declared wi
 
 import copy
 import math
-import types
-from collections.abc import Iterator
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from enum import Enum
 from functools import cache
-from typing import Any, TypeVar, Union, get_args, get_origin
+from typing import Any, TypeVar, get_args, get_origin
 
 from app.errors import expect
 
@@ -50,7 +48,6 @@ class Bounds:
     infinite: bool = False  # whether infinity is inside, as no limit
 
     def contains(self, value: float) -> bool:
-        """Whether the value is within all limits."""
         return (
             (isinstance(value, int) or math.isfinite(value) or (self.infinite and value == math.inf))
             and (self.at_least is None or value >= self.at_least)
@@ -97,9 +94,7 @@ def setting(
     Args:
         default: The value of a run that does not set it. Lists and mappings are copied for each instance.
         help: One sentence on what the setting means, with its unit and the meaning of null and 0.
-        at_least: A limit, as are `above`, `at_most` and `below`.
         noun: Accepted values in words, where the type does not say enough: "a number of seconds".
-        infinite: Whether infinity is accepted, as no limit.
     """
     metadata = {"help": help, "bounds": Bounds(at_least, above, at_most, below, infinite), "noun": noun}
     if isinstance(default, list | dict):
@@ -127,26 +122,22 @@ def check_bounds(section: Any, prefix: str = "") -> None:
 
 
 @cache
-def settings(schema: type) -> tuple[Setting, ...]:
+def settings(schema: Any, prefix: str = "") -> tuple[Setting, ...]:
     """List all settings below a section's dataclass, in order of declaration.
 
     The settings of a mapping of sections are listed once: `data.eval_sets.<name>.rows`.
     """
-    return tuple(_settings(schema, ""))
-
-
-def _settings(schema: Any, prefix: str) -> Iterator[Setting]:
+    found: list[Setting] = []
     for each in fields(schema):
         key = prefix + each.name
         nested = _section_type(each)
 
         if nested is None or get_origin(each.type) is dict:
             default = each.default if each.default_factory is MISSING else each.default_factory()
-            yield Setting(schema, key, default, each.metadata["bounds"], accepted(each), each.metadata["help"])
-
+            found.append(Setting(schema, key, default, each.metadata["bounds"], accepted(each), each.metadata["help"]))
         if nested is not None:
-            infix = "" if nested is each.type else "<name>."
-            yield from _settings(nested, f"{key}.{infix}")
+            found += settings(nested, f"{key}." if nested is each.type else f"{key}.<name>.")
+    return tuple(found)
 
 
 def accepted(declared: "Field[Any]") -> str:
@@ -154,24 +145,21 @@ def accepted(declared: "Field[Any]") -> str:
 
     "a whole number of at least 1", "null or a number of seconds above 0", "one of drain, retract, in_place".
     """
-    kinds = [declared.type]
-    if get_origin(declared.type) in (Union, types.UnionType):
-        kinds = [kind for kind in get_args(declared.type) if kind is not type(None)]
-    kind = kinds[0]
-
+    optional = type(None) in get_args(declared.type)
+    kind: Any = get_args(declared.type)[0] if optional else declared.type
     noun = declared.metadata["noun"]
     if noun is None and isinstance(kind, type) and issubclass(kind, Enum):
         noun = f"one of {', '.join(kind.__members__)}"
     if noun is None:
         noun = NOUNS[get_origin(kind) or kind]
 
-    optional = "null or " if kind is not declared.type else ""
-    return f"{optional}{noun} {declared.metadata['bounds'].phrase}".rstrip()
+    return f"{'null or ' if optional else ''}{noun} {declared.metadata['bounds'].phrase}".rstrip()
 
 
-def check_path(key: str, value: object) -> None:
-    """Raise `ConfigError` for a value that is neither None nor the dotted path of a function or class."""
-    expect(value is None or is_dotted_path(value), key, value, PATH)
+def check_target(section: str, target: str | None, args: object) -> None:
+    """Raise `ConfigError` unless `_target_` is null or a dotted path, and for arguments without it."""
+    expect(target is None or is_dotted_path(target), f"{section}._target_", target, PATH)
+    expect(target is not None or not args, f"{section}.args", args, f"{{}} without {section}._target_")
 
 
 def is_dotted_path(value: object) -> bool:

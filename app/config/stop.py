@@ -18,6 +18,5 @@ class StopConfig:
 
     @property
     def given(self) -> dict[str, float]:
-        """The settings that can end a run, by their names."""
         values = {"stop.at_accuracy": self.at_accuracy, "stop.patience": self.patience}
         return {key: value for key, value in values.items() if value is not None}

@@ -52,7 +52,6 @@ class TeacherConfig:
 
     @property
     def given(self) -> bool:
-        """Whether there is a teacher."""
         return bool(self.given_by)
 
     @property
@@ -74,10 +73,7 @@ class TeacherConfig:
             return None
         return ModelConfig(name="teacher", path=self.path, trust_remote_code=policy.trust_remote_code)
 
-    def validate(
-        self, *, temperature: float, sources: Collection[str], policy: ModelConfig, device: DeviceKind
-    ) -> None:
-        """Raise `ConfigError` for settings that no teacher can score with."""
+    def validate(self, temperature: float, sources: Collection[str], policy: ModelConfig, device: DeviceKind) -> None:
         first, *others = self.given_by or [""]
         for key in others:
             expect(False, key, self.given_by[key], f"null with {first}")

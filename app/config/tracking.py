@@ -29,11 +29,9 @@ class TrackingConfig:
 
     @property
     def own(self) -> list[str]:
-        """The dotted paths of trackers that are not built in."""
         return [name for name in self.use if name not in TRACKERS]
 
     def validate(self) -> None:
-        """Raise `ConfigError` for an unknown tracker, one that is named twice, or arguments without one of your own."""
         expect(bool(self.project.strip()), "tracking.project", self.project, "a name")
         for name in self.use:
             expect(name in TRACKERS or is_dotted_path(name), "tracking.use", name, ACCEPTED)

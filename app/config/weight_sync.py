@@ -5,7 +5,7 @@ from enum import Enum
 from typing import Any
 
 from app.config.device import DeviceKind
-from app.config.setting import PATH, SECONDS, check_path, setting
+from app.config.setting import PATH, SECONDS, check_target, setting
 from app.errors import expect
 
 
@@ -61,8 +61,7 @@ class WeightSyncConfig:
     )
     args: dict[str, Any] = setting({}, "Keyword arguments of weight_sync._target_.")
     mode: SyncMode = setting(
-        SyncMode.full,
-        "delta sends only the weights that changed since the last sync, where that is smaller.",
+        SyncMode.full, "delta sends only the weights that changed since the last sync, where that is smaller."
     )
     snapshot: SnapshotPlace = setting(
         SnapshotPlace.device, "With mode=delta, where the last synced weights are kept; host is pinned memory."
@@ -83,7 +82,6 @@ class WeightSyncConfig:
     timeout_s: float = setting(300.0, "Deadline of each wait within a sync.", above=0, noun=SECONDS)
 
     def validate_for_adapters(self) -> None:
-        """Raise `ConfigError` for settings that only a sync of all weights has."""
         why = "with model.lora.rank above 0, where a sync sends the adapters alone"
         expect(self.transport is TransportKind.auto, "weight_sync.transport", self.transport, f"auto {why}")
         expect(self._target_ is None, "weight_sync._target_", self._target_, f"null {why}")
@@ -92,18 +90,8 @@ class WeightSyncConfig:
         expect(self.verify is Verify.never, "weight_sync.verify", self.verify, compares)
 
     def validate(self, *, dtype_bytes: int, starts_engines: bool, engines_keep_weights: bool) -> None:
-        """Raise `ConfigError` for a malformed target, and where delta syncs cannot work.
-
-        Args:
-            dtype_bytes: Size of one weight in the engines.
-            starts_engines: Whether this run starts the engines, with its SGLang plugin in them.
-            engines_keep_weights: Whether weights stay in the engines between syncs. Memory that a memory saver
-                released comes back undefined.
-        """
-        target = self._target_
-        check_path("weight_sync._target_", target)
-        expect(target is not None or not self.args, "weight_sync.args", self.args, "{} without weight_sync._target_")
-
+        """Raise `ConfigError` for a malformed target, and where the engines cannot apply deltas to their weights."""
+        check_target("weight_sync", self._target_, self.args)
         full = self.mode is SyncMode.full
         for possible, accepted in (
             (dtype_bytes == 2, "full with device.dtype=float32, where a step changes nearly every weight"),
@@ -114,12 +102,7 @@ class WeightSyncConfig:
 
 
 def transport_of(config: WeightSyncConfig, *, shared_devices: bool, device: DeviceKind) -> TransportKind:
-    """Resolve the transport; `shared_devices` says whether each engine rank shares a device with a trainer rank.
-
-    Raises:
-        ConfigError: `ipc` without shared devices, or `collective` with them: on accelerators a process group has at
-            most one member on a device.
-    """
+    """Resolve the transport. Raises `ConfigError` for one that trainer and engines on these devices cannot have."""
     kind = config.transport
     if kind is TransportKind.auto:
         return TransportKind.ipc if shared_devices else TransportKind.collective

@@ -26,25 +26,14 @@ from app.utils.chat_messages import FIELDS, MARK, ControlTokens, Message, encode
 
 
 def encode(members: Sequence[Row], config: DataConfig, tokenizer: Any) -> list[np.ndarray]:
-    """Encode the prompt of every row: [P] int32 each.
-
-    Args:
-        members: Rows, without prefix and suffix.
-
-    Raises:
-        ConfigError: If the chat template is missing or rejects the messages.
-    """
+    """Encode the prompt of every row: [P] int32 each. Raises `ConfigError` if the chat template does not fit."""
     if not members:
         return []
 
     chat = config.template is Template.chat
     if chat:
-        expect(
-            bool(getattr(tokenizer, "chat_template", None)),
-            "data.template",
-            config.template,
-            "plain; this model's tokenizer has no chat template",
-        )
+        accepted = "plain; this model's tokenizer has no chat template"
+        expect(bool(getattr(tokenizer, "chat_template", None)), "data.template", config.template, accepted)
         texts = [_render(row, config, tokenizer) for row in members]
     else:
         check_template(members, config)
@@ -78,11 +67,7 @@ def check_template(members: Sequence[Row], config: DataConfig) -> None:
 
 
 def conversation(row: Row, config: DataConfig) -> tuple[Message, ...]:
-    """Return the framed messages of a row whose question is a conversation; none for any other row.
-
-    Raises:
-        ConfigError: They have a system message, and `data.system` is another.
-    """
+    """Return the framed messages of a row, if it has some. Raises `ConfigError` if two system messages would meet."""
     if config.system is not None and any(message["role"] in ("system", "developer") for message in row.messages):
         accepted = f"null where messages have one of their own, as those of row {row.index + 1} of {row.source}"
         raise ConfigError("data.system", config.system, accepted)
@@ -108,11 +93,7 @@ class Renderer:
     name: str  # of the row, in errors
 
     def text(self, messages: Sequence[Message], *, reply: bool = True) -> str:
-        """Render messages; `reply` opens the policy's reply, where it begins to sample.
-
-        Raises:
-            ConfigError: If the template rejects the messages.
-        """
+        """Render messages; `reply` opens the policy's reply. Raises `ConfigError` if the template rejects them."""
         config = self.config
         variables = {"enable_thinking": config.thinking, **config.chat_template_kwargs, **self.template_kwargs}
         try:
@@ -159,21 +140,15 @@ class PromptData:
 
     @property
     def all(self) -> list[Prompt]:
-        """The prompts of all sets."""
         return [*self.train.prompts, *(prompt for prompts in self.evals.values() for prompt in prompts)]
 
 
 def build(
     config: DataConfig, tokenizer: Any, *, seed: int, max_prompt_tokens: int, loaded: DataRows | None = None
 ) -> PromptData:
-    """Load, template and tokenize all rows.
+    """Load, template and tokenize all rows; `loaded` has them where they are loaded already.
 
-    Args:
-        max_prompt_tokens: Longest accepted prompt, template included.
-        loaded: The rows, if they are loaded already.
-
-    Raises:
-        ConfigError: If data cannot be read or templated, or all prompts of a set are too long.
+    Prompts above `max_prompt_tokens` are dropped. Raises `ConfigError` for data that cannot be used.
     """
     loaded = loaded or rows.load(config)
     train = prompts_of(loaded.train, config, tokenizer)

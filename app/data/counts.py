@@ -73,12 +73,9 @@ class RowCounts:
             if taken <= size:
                 continue
 
-            exceeded = f"exceeds the {size}"
-            if self.weights:
-                exceeded = f"takes {taken} of data.train_sets.{name}, which has {size}"
-            warnings.append(
-                f"algorithm.prompts_per_step={prompts_per_step} {exceeded} training rows: each step repeats some"
-            )
+            exceeded = f"takes {taken} of data.train_sets.{name}, which has" if self.weights else "exceeds the"
+            per_step = f"algorithm.prompts_per_step={prompts_per_step}"
+            warnings.append(f"{per_step} {exceeded} {size} training rows: each step repeats some")
         return warnings
 
 

@@ -33,12 +33,7 @@ ONLY = ""  # name of the set of a run without weights
 
 
 class Epochs(Iterator[Prompt]):
-    """Endless epochs over one set of prompts, which appends the epoch to their ids.
-
-    Attributes:
-        epoch: The current epoch, from 0.
-        position: Prompts of this epoch dispatched so far.
-    """
+    """Endless epochs over one set of prompts, which appends the epoch, from 0, to their ids."""
 
     def __init__(self, prompts: Sequence[Prompt], *, seed: int, shuffle: bool) -> None:
         self._prompts = list(prompts)
@@ -48,7 +43,6 @@ class Epochs(Iterator[Prompt]):
         self.restore(0, 0)
 
     def __len__(self) -> int:
-        """Prompts per epoch."""
         return len(self._prompts)
 
     def __next__(self) -> Prompt:
@@ -67,8 +61,10 @@ class Epochs(Iterator[Prompt]):
     def restore(self, epoch: int, position: int) -> None:
         """Continue from a position in an epoch."""
         self.epoch = epoch
-        self.position = position
-        self._order = self._order_of(epoch)
+        self.position = position  # prompts of this epoch dispatched so far
+        # The streams of the legacy generator are frozen, so checkpoints survive a newer numpy.
+        drawn = np.random.RandomState([self._seed, epoch]).permutation(len(self)) if self._shuffle else None
+        self._order = np.arange(len(self)) if drawn is None else drawn
 
     def prompt(self, prompt_id: str) -> Prompt:
         """Look up a dispatched prompt by id. Raises `KeyError` for any other id."""
@@ -82,13 +78,6 @@ class Epochs(Iterator[Prompt]):
             raise KeyError(f"prompt {prompt_id} was not dispatched yet")
         return replace(self._prompts[row], id=prompt_id)
 
-    def _order_of(self, epoch: int) -> np.ndarray:
-        """Rows in the order of this epoch: [prompts] int64."""
-        if not self._shuffle:
-            return np.arange(len(self))
-        # The streams of the legacy generator are frozen, so checkpoints survive a newer numpy.
-        return np.random.RandomState([self._seed, epoch]).permutation(len(self))
-
 
 class PromptCursor(Iterator[Prompt]):
     """An endless iterator over prompts, which appends the epoch to their ids: "gsm8k/3" → "gsm8k/3@0".
@@ -100,11 +89,8 @@ class PromptCursor(Iterator[Prompt]):
         cursor.mark_consumed([first.id])    # trained on
         cursor.requeue([second.id])         # next(cursor) returns it again
 
-    Args:
-        prompts: All training prompts, with unique ids.
-        seed: Seed of the order within each set.
-        shuffle: Shuffle in every epoch; otherwise prompts come in their order.
-        weights: By source, to mix several training sets; without weights all prompts are one set.
+    With `shuffle` each epoch of a set has another order, seeded by `seed`. `weights` by source mix several training
+    sets; without weights all prompts are one set.
     """
 
     def __init__(
@@ -129,7 +115,6 @@ class PromptCursor(Iterator[Prompt]):
         self._requeued: deque[str] = deque()
 
     def __len__(self) -> int:
-        """Number of distinct prompts."""
         return len(self.prompts)
 
     def __next__(self) -> Prompt:
@@ -145,7 +130,6 @@ class PromptCursor(Iterator[Prompt]):
         return prompt
 
     def take(self, count: int) -> list[Prompt]:
-        """Dispatch the next `count` prompts."""
         return [next(self) for _ in range(count)]
 
     def prompt(self, prompt_id: str) -> Prompt:

@@ -32,17 +32,12 @@ Piece = tuple[list[int], bool]  # token ids, and whether they are imitated
 
 @dataclass(frozen=True, slots=True)
 class Demonstrator:
-    """Turns prompts with a reply into sequences.
-
-    Args:
-        stop_ids: Tokens that end a completion.
-        max_tokens: Longer sequences are cut.
-    """
+    """Turns prompts with a reply into sequences."""
 
     config: DataConfig
     tokenizer: Any
-    stop_ids: Sequence[int]
-    max_tokens: int
+    stop_ids: Sequence[int]  # tokens that end a completion
+    max_tokens: int  # longer sequences are cut
 
     @property
     def _stops(self) -> list[str]:

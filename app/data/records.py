@@ -66,17 +66,15 @@ def has_splits(path: str | list[str]) -> bool:
 
 
 def read(path: str | list[str], *, subset: str | None, split: str, key: str) -> Records:
-    """Read the records of files or of a hub data set, lazily.
-
-    Args:
-        path: A file, a pattern of files, the id of a hub data set, or a list of them.
-        key: Setting named in errors, e.g. "data.path".
-
-    Raises:
-        ConfigError: If the data cannot be read.
-    """
+    """Read the records of files or of a hub data set, lazily. Errors name the setting `key`."""
     for part in [path] if isinstance(path, str) else path:
-        for source in _matches(part, key):
+        sources = [part]
+        if PATTERN.search(part) is not None and not _is_file(part):
+            found = glob.glob(str(Path(part).expanduser()), recursive=True)
+            sources = sorted(each for each in found if Path(each).is_file())
+        if not sources:
+            raise ConfigError(key, part, "a pattern that matches a file; there is none")
+        for source in sources:
             yield from _file(Path(source).expanduser(), key) if _is_file(source) else _hub(source, subset, split, key)
 
 
@@ -88,19 +86,7 @@ def _is_hub_id(path: str) -> bool:
     return HUB_ID.fullmatch(path) is not None and not path.lower().endswith(ENDINGS) and not _is_file(path)
 
 
-def _matches(path: str, key: str) -> list[str]:
-    """Return the files that match a pattern, sorted; any other path as it is."""
-    if _is_file(path) or PATTERN.search(path) is None:
-        return [path]
-
-    files = sorted(each for each in glob.glob(str(Path(path).expanduser()), recursive=True) if Path(each).is_file())
-    if not files:
-        raise ConfigError(key, path, "a pattern that matches a file; there is none")
-    return files
-
-
 def _file(file: Path, key: str) -> Records:
-    """Read a file in the format that the end of its name says."""
     ending = next((each for each in ENDINGS if file.name.lower().endswith(each)), "")
     if not ending:
         raise ConfigError(key, str(file), f"a file that ends in {', '.join(ENDINGS)}, or the id of a hub data set")

@@ -51,15 +51,9 @@ class RowMapper:
     may_be_blank: bool = False  # an environment may have its own ways to ask and to judge
 
     def row(self, record: Mapping[str, Any], index: int, place: str, *, padded: bool = False) -> Row:
-        """Map a record to a row.
+        """Map record `index` to a row. `padded`: its values are Arrow's, see `normalized`.
 
-        Args:
-            index: Index among the records, from 0.
-            place: Row and file named in errors: "row 3 of rows.jsonl".
-            padded: The values are Arrow's, see `normalized`.
-
-        Raises:
-            ConfigError: If the record has no question or no answer.
+        Raises `ConfigError`, which names the `place`, if it has no question or no answer.
         """
         config = self.config
         columns = {

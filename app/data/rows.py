@@ -139,15 +139,7 @@ def sets_of(config: DataConfig) -> RowSets:
 
 
 def load(config: DataConfig, *, tasks: Tasks = (), replies: bool = False) -> DataRows:
-    """Read or generate all rows.
-
-    Args:
-        tasks: Those of the environment, with `data.name=environment`.
-        replies: Whether rows have a reply to imitate.
-
-    Raises:
-        ConfigError: Rows cannot be read, or there are none.
-    """
+    """Read or generate all rows. Raises `ConfigError` if they cannot be read, or there are none."""
     sets = sets_of(config)
     held_out_sets = [each.name for each in sets.evals if each.held_out]
     reader = RowReader(config, replies=replies)
@@ -210,14 +202,10 @@ def generated(name: str, sizes: GeneratedConfig, *, replies: bool = False) -> tu
 
 
 class RowReader:
-    """Reads sets of rows. Over all of them it skips at most `data.max_broken_rows` broken rows.
-
-    Attributes:
-        skipped: Broken rows so far.
-    """
+    """Reads sets of rows. Over all of them it skips at most `data.max_broken_rows` broken rows."""
 
     def __init__(self, config: DataConfig, *, replies: bool) -> None:
-        self.skipped = 0
+        self.skipped = 0  # broken rows so far
         self._config = config
         self._replies = replies
         self._errors: dict[str, list[ConfigError]] = {}  # of the skipped rows, by file or data set
@@ -226,22 +214,15 @@ class RowReader:
     @property
     def warnings(self) -> list[str]:
         """One sentence for each file that had broken rows, or columns that no prompt can have."""
-        skipped = [
-            f"skipped {len(errors)} broken row(s) of {where}; the first: {errors[0]}"
-            for where, errors in self._errors.items()
-        ]
-        unused = [
-            f"columns of {where} are not used, since prompts are text: {', '.join(sorted(names))}"
-            for where, names in self._unused.items()
-        ]
-        return [*skipped, *unused]
+        warnings = []
+        for where, errors in self._errors.items():
+            warnings.append(f"skipped {len(errors)} broken row(s) of {where}; the first: {errors[0]}")
+        for where, names in self._unused.items():
+            warnings.append(f"columns of {where} are not used, since prompts are text: {', '.join(sorted(names))}")
+        return warnings
 
     def read(self, row_set: RowSet, tasks: Tasks = ()) -> list[Row]:
-        """Read the rows of one set.
-
-        Raises:
-            ConfigError: A row is broken and none may be skipped any more, or there are no rows.
-        """
+        """Read the rows of one set. Raises `ConfigError` if too many are broken, or there are none."""
         skipped_before = self.skipped
         rows = list(self._rows(row_set, tasks))
         if not rows:
@@ -264,7 +245,11 @@ class RowReader:
                 place = f"row {record.number} of {record.where}"
                 row = mapper.row(record.values, index, place, padded=record.padded)
             except ConfigError as error:
-                self._skip(record.where, _of_own_field(error, row_set))
+                name = error.key.removeprefix("data.")
+                if name in ("question", "answer") and getattr(row_set, name) is not None:  # a field of the set's own
+                    setting = f"{row_set.key.removesuffix('path')}{name}"
+                    error = ConfigError(setting, error.value, error.accepted, error.reason)
+                self._skip(record.where, error)
                 continue
 
             if unused := MEDIA.intersection(record.values) | {*record.left_out}:
@@ -295,14 +280,6 @@ class RowReader:
             raise error
         skipped = f"data.max_broken_rows={limit} broken rows were skipped before"
         raise ConfigError(error.key, error.value, error.accepted, skipped) from error
-
-
-def _of_own_field(error: ConfigError, row_set: RowSet) -> ConfigError:
-    """Return an error about a field of the set's own with its setting; others as they are."""
-    name = error.key.removeprefix("data.")
-    if name not in ("question", "answer") or getattr(row_set, name) is None:
-        return error
-    return ConfigError(f"{row_set.key.removesuffix('path')}{name}", error.value, error.accepted, error.reason)
 
 
 def _is_of_path(train: Sequence[RowSet]) -> bool:

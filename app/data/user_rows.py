@@ -26,11 +26,7 @@ MAX_ROWS = 5_000_000  # a function that never ends would fill the memory
 
 
 def read(target: str, args: Mapping[str, Any]) -> Records:
-    """Call the function at the dotted path `target` and read its rows.
-
-    Raises:
-        ConfigError: It cannot be imported, raises, never ends, or does not return rows.
-    """
+    """Call the function at `target` and read its rows. Raises `ConfigError` if it fails, never ends or has no rows."""
 
     def refusal(reason: str) -> ConfigError:
         return ConfigError(KEY, target, ACCEPTED, reason)

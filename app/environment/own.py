@@ -33,14 +33,7 @@ SHAPE = "give it `run(self, task, policy)`, or `begin(self, task)` and `step(sel
 
 
 def make(settings: Mapping[str, Any]) -> Callable[[], Any]:
-    """Return the function that makes a new environment for each episode.
-
-    Args:
-        settings: `target`, a dotted path; `args`, its keyword arguments; and `scored`, whether the reward is its score.
-
-    Raises:
-        LoadError: There is no such class, it does not take the arguments, or it lacks the methods of an environment.
-    """
+    """Return the function that makes an environment for each episode, of `target` with `args`. Raises `LoadError`."""
     target = resolve(settings["target"])
     args = dict(settings.get("args") or {})
     try:
@@ -58,11 +51,7 @@ def make(settings: Mapping[str, Any]) -> Callable[[], Any]:
 
 
 def check_methods(environment: Any) -> None:
-    """Check an environment, or its class.
-
-    Raises:
-        LoadError: Methods are missing or take other arguments.
-    """
+    """Check an environment, or its class. Raises `LoadError` if methods are missing or take other arguments."""
     if not (hasattr(environment, "run") or (hasattr(environment, "begin") and hasattr(environment, "step"))):
         raise LoadError(f"it is no environment: {SHAPE}")
 
@@ -81,14 +70,9 @@ def check_methods(environment: Any) -> None:
 
 
 async def run_steps(environment: Any, call: Call, task: Task, policy: Policy) -> Any:
-    """Alternate policy and environment until `step` returns None or a limit is hit.
+    """Alternate policy and environment until `step` returns None or a limit is hit; return its score, None without.
 
-    Args:
-        environment: An object with `begin(task)` and `step(reply)`.
-        call: Calls its methods, plain or async.
-
-    Returns:
-        What its `score` returns, None without one.
+    `call` calls methods of the environment, plain or async.
     """
     conversation = messages_of(await call(environment.begin, task), "begin")
     try:
@@ -112,11 +96,7 @@ class WrongValue(Exception):
 
 
 def messages_of(value: Any, method: str) -> list[Message] | None:
-    """Return what `begin` or `step` returned as messages; None stays None.
-
-    Raises:
-        WrongValue: It is something else.
-    """
+    """Return what `begin` or `step` returned as messages, None as None. Raises `WrongValue` for anything else."""
     if value is None:
         return None
     if isinstance(value, str):
@@ -148,11 +128,7 @@ def short(value: Any) -> str:
 
 
 def scores_of(value: Any) -> dict[str, float]:
-    """Return what `run` or `score` returned as numbers by name; None gives none.
-
-    Raises:
-        WrongValue: It is something else, or a number is not finite.
-    """
+    """Return what `run` or `score` returned as finite numbers by name, none for None. Raises `WrongValue` otherwise."""
     if value is None:
         return {}
     if isinstance(value, Mapping) and all(isinstance(name, str) for name in value):

@@ -19,31 +19,19 @@ START_TIMEOUT_S = 120.0  # includes the imports of the environment
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentSpec:
-    """The specification of an environment worker, in JSON values.
+    """The specification of an environment worker, in JSON values."""
 
-    Attributes:
-        environment: `kind`, and what its module's `make` takes: `target` and `args` for `own`, `tools`, `id`, `url`.
-        memory_gib: Data that a worker, or a child of it, may allocate.
-        python: Interpreter. None: ours, where the environment can import what the driver can. Another one has the
-            working directory and its own packages.
-    """
-
-    environment: Mapping[str, Any]
+    environment: Mapping[str, Any]  # `kind`, and what its module's `make` takes: `target` and `args` for `own`, …
     renderer: RendererChoice
     limits: Limits
-    memory_gib: float = 8.0
-    python: str | None = None
+    memory_gib: float = 8.0  # data that a worker, or a child of it, may allocate
+    python: str | None = None  # interpreter, with its own packages; None: ours, with what the driver can import
 
 
 class EnvironmentPool(WorkerPool):
     """Worker processes, each of which plays several episodes at once. Used on one event loop.
 
-    Lifecycle: start → begin* → close.
-
-    Args:
-        episodes: That one process plays at once.
-        log: File for their output (None: stderr).
-        warn: Called with a sentence when a worker is replaced.
+    Lifecycle: start → begin* → close. Each plays up to `episodes` at once; `warn` gets a sentence when one is replaced.
     """
 
     def __init__(
@@ -68,12 +56,7 @@ class EnvironmentPool(WorkerPool):
         )
 
     async def start(self) -> None:
-        """Start all workers.
-
-        Raises:
-            ConfigError: The environment cannot be loaded, in its own sentence, or the interpreter cannot be run.
-            RunError: A worker died twice or took too long.
-        """
+        """Start all workers. Raises `ConfigError` if they cannot load the environment; else as `start_workers`."""
         try:
             await self.start_workers()
         except LoadError as error:
@@ -85,15 +68,12 @@ class EnvironmentPool(WorkerPool):
     async def begin(self, task: Task, prompt_ids: Sequence[int]) -> Job:
         """Begin an episode in the least busy worker; waits for a free slot.
 
-            session = await pool.begin(task, prompt_ids)
-            try:
-                while isinstance(ask := await session.next(), SampleRequest):
-                    session.reply(ask, Answer(ask.number, token_ids, "stop"))
-            finally:
-                await session.close()
-
-        Raises:
-            RunError: The pool is closed, or a worker could not be replaced.
+        session = await pool.begin(task, prompt_ids)
+        try:
+            while isinstance(ask := await session.next(), SampleRequest):
+                session.reply(ask, Answer(ask.number, token_ids, "stop"))
+        finally:
+            await session.close()
         """
         fields = {each.name: getattr(task, each.name) for each in dataclasses.fields(task)}
         return await self.begin_job({"task": fields, "prompt": prompt_ids})

@@ -119,11 +119,7 @@ class Policy(Protocol):
     """The model that is trained, within one episode."""
 
     async def __call__(
-        self,
-        messages: Sequence[Message] | None,
-        *,
-        tools: Sequence[Tool] | None = None,
-        max_tokens: int | None = None,
+        self, messages: Sequence[Message] | None, *, tools: Sequence[Tool] | None = None, max_tokens: int | None = None
     ) -> Reply:
         """Return the policy's reply to a conversation.
 

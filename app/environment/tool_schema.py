@@ -20,11 +20,7 @@ class SchemaError(Exception):
 
 
 def schema_of(name: str, function: Callable[..., Any]) -> dict[str, Any]:
-    """Return a function's entry in OpenAI's `tools`.
-
-    Raises:
-        SchemaError: A parameter has no type hint, or one without a JSON form.
-    """
+    """Return a function's entry in OpenAI's `tools`. Raises `SchemaError` for a parameter without a JSON type hint."""
     try:
         hints = typing.get_type_hints(function)
     except Exception as error:  # a hint is any expression

@@ -59,11 +59,7 @@ def make(settings: Mapping[str, Any]) -> Callable[[], "ToolLoop"]:
 
 
 def load_tools(paths: Sequence[str]) -> dict[str, ToolFunction]:
-    """Import functions and classes; return their tools by name.
-
-    Raises:
-        ValueError: One sentence that names the one that cannot be used.
-    """
+    """Import functions and classes; return their tools by name. Raises `ValueError`, which names the one that fails."""
     if not paths:
         raise ValueError("environment.tools=[] is not accepted: give dotted paths, such as [my_module.my_tool].")
 
@@ -149,7 +145,6 @@ class ToolLoop:
             return  # the policy has noted which limit it was
 
     async def _answers(self, reply: Reply, policy: Policy) -> list[Message]:
-        """Make the calls of a reply, one after the other; return a message for each."""
         answers: list[Message] = []
         for call in reply.tool_calls:
             try:
@@ -216,11 +211,7 @@ class ToolLoop:
             raise Late from error
 
     async def close(self) -> None:
-        """Call the `close` of each instance.
-
-        Raises:
-            Exception: What the first of them raised, after all were called.
-        """
+        """Call the `close` of each instance; then raise the first error of them."""
         await self._calls.until_idle(None)  # an instance may still be made
         errors: list[Exception] = []
         for instance in self._instances.values():

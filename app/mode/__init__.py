@@ -22,12 +22,7 @@ WRITES = {Mode.train, Mode.sft, Mode.eval, Mode.parity}  # get a folder of their
 def run_mode(mode: Mode, config: RunConfig, folder: Path | None, *inputs: Any) -> ModeResult:
     """Run a mode: its module is imported here, since plan must load neither torch nor Ray.
 
-    Args:
-        folder: Of the run. A mode that does not write gets what `hydra.run.dir` names, or None.
-        inputs: The `RunInputs` of a mode that writes.
-
-    Raises:
-        ConfigError, RunError: By the mode.
+    A mode that writes gets its folder and `RunInputs`, another one the folder that `hydra.run.dir` names, or None.
     """
     result: ModeResult = importlib.import_module(f"app.mode.{mode.value}").run(config, folder, *inputs)
     return result

@@ -23,16 +23,10 @@ def run(config: RunConfig, folder: Path | None) -> ModeResult:
 
 
 def export_run(config: RunConfig, folder: Path | None) -> Path:
-    """Export the checkpoint at `resume=<path>`, or else the latest one of the run in `folder`.
+    """Export the checkpoint at `resume=<path>`, or the latest one of the run in `folder`, to `export/` in that folder.
 
-    Returns:
-        The exported directory, `export/` in the run's folder. It replaces an earlier export.
-
-    Raises:
-        ConfigError: There is no checkpoint.
-        FolderInUse: The run is still being written by another process.
-        CheckpointError: The checkpoint is incomplete or of another model.
-        RunError: The directory cannot be written.
+    It replaces an earlier export. Raises `ConfigError` without a checkpoint, and `RunError`: `FolderInUse` if another
+    process writes the run, `CheckpointError` for a checkpoint that is incomplete or of another model.
     """
     checkpoint = _find_checkpoint(config, folder)
     state = read_state(checkpoint)
@@ -46,13 +40,10 @@ def export_run(config: RunConfig, folder: Path | None) -> Path:
 
 
 def merge_adapter(config: RunConfig, folder: Path | None) -> Path:
-    """Write the model of `model.path` with the adapter of `model.lora.path` merged into it, a model to start from.
+    """Write the model of `model.path` with the adapter of `model.lora.path` merged into it, to `export/` in the folder.
 
-    Returns:
-        The exported directory, `export/` in the folder, in the dtypes of the model unless `device.dtype=float32`.
-
-    Raises:
-        ConfigError: The folder is not given or has an export, or the adapter is of another model.
+    It has the dtypes of the model unless `device.dtype=float32`. Raises `ConfigError` for a folder with an export, and
+    for an adapter of another model.
     """
     accepted = f"a folder without {FOLDER}/ for the merged model"
     if folder is None or (folder / FOLDER).exists():

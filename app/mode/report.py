@@ -33,24 +33,19 @@ def run(config: RunConfig, folder: Path | None) -> ModeResult:
         accepted = "a run's or a sweep's folder, or list runs in tracking.compare"
         raise ConfigError("hydra.run.dir", folder, accepted, "a report needs at least one run folder")
 
-    echo(str(_report_of_run(folder)) if runs == [folder] else "\n".join(write_comparison(runs, folder)))
+    if runs != [folder]:
+        echo("\n".join(write_comparison(runs, folder)))
+        return ModeResult()
+    try:
+        with run_lock(folder):
+            echo(str(write_report(folder, folder / NAME)))
+    except FolderInUse:
+        echo(str(write_report(folder, folder.with_name(f"{folder.name}.{NAME}"))))
     return ModeResult()
 
 
-def _report_of_run(folder: Path) -> Path:
-    try:
-        with run_lock(folder):
-            return write_report(folder, folder / NAME)
-    except FolderInUse:
-        return write_report(folder, folder.with_name(f"{folder.name}.{NAME}"))
-
-
 def _comparison(compared: Sequence[str], folder: Path | None) -> list[str]:
-    """Compare the runs in these folders. The files go to `folder`, or to a new folder if none was given.
-
-    Returns:
-        Lines for the screen.
-    """
+    """Compare the runs in these folders; the files go to `folder`, or to a new one. Returns lines for the screen."""
     runs: dict[Path, Path] = {}  # by its real folder, so that a run counts once
     for each in compared:
         found = find_runs(Path(each))
@@ -67,10 +62,7 @@ def write_comparison(folders: Sequence[Path], out: Path) -> list[str]:
     """Write `report.html`, `runs.csv` and, if a setting ran with several seeds, `seeds.csv` into the folder `out`.
 
     `runs.csv` has a row for each run. `seeds.csv` has a row for each setting: mean and sample standard deviation over
-    the seeds of its finished runs.
-
-    Returns:
-        Lines for the screen: the tables, and the files.
+    the seeds of its finished runs. Returns lines for the screen: the tables, and the files.
     """
     comparison = compare([read_run(folder) for folder in folders])
     write_page(comparison, out / NAME)

@@ -60,11 +60,7 @@ CONTROLLERS: dict[PlacementKind, type[PlacementController]] = {
 def run(
     config: RunConfig, folder: Path, inputs: RunInputs, schedule: type[PlacementController] | None = None
 ) -> ModeResult:
-    """Train to the last step; the metric is the last evaluation's accuracy.
-
-    Args:
-        schedule: Makes the steps; None is that of the placement.
-    """
+    """Train to the last step; the metric is the last evaluation's accuracy. `schedule`: None is the placement's."""
     with RunFolderRecorder(config, folder) as recorder:
         warn = partial(recorder.warn, second_signal(config))
         finished = False
@@ -73,16 +69,12 @@ def run(
             finished = True
         finally:
             exported = finished and config.checkpoint.export
-            continued = _continued(config, recorder.stop_reason) if finished else ()
-            recorder.keep(*kept_in(folder, exported=exported, continued=continued))
+            further = [override("steps", 2 * config.steps)]
+            further = [f"{key}=null" for key in config.stop.given] if recorder.stop_reason else further
+            recorder.keep(*kept_in(folder, exported=exported, continued=further if finished else ()))
         if reason := recorder.stop_reason:
             recorder.note(f"stopped early: {reason}", {"stop/reason": reason})
     return ModeResult(recorder.accuracy)
-
-
-def _continued(config: RunConfig, stopped: str | None) -> Sequence[str]:
-    """Return the overrides with which a finished run can be continued."""
-    return [f"{key}=null" for key in config.stop.given] if stopped else [override("steps", 2 * config.steps)]
 
 
 def second_signal(config: RunConfig) -> str:
@@ -128,11 +120,9 @@ class TrainingRun:
         self.workers = workers
         self.schedule = schedule or CONTROLLERS[config.placement.kind]
         self.checkpoints = CheckpointManager(
-            folder,
-            config.checkpoint.keep,
-            keep_best=config.checkpoint.keep_best,
-            timeout_s=config.trainer.timeout_s,
+            folder, config.checkpoint.keep, keep_best=config.checkpoint.keep_best, timeout_s=config.trainer.timeout_s
         )
+        self._named = named(Path(config.resume).expanduser())  # `resume=` may name a checkpoint, or a run
         self.restarts = 0
         self._failures = 0  # of the trainer, since the run reached the step `_furthest`
         self._furthest = 0
@@ -156,11 +146,7 @@ class TrainingRun:
                 await self.workers.supervisor.abort_in_flight()
 
     async def _train_once(self, failure: TrainerError | None) -> float:
-        """Start a trainer and train with it until the run ends or the trainer fails.
-
-        Args:
-            failure: Of the trainer before.
-        """
+        """Start a trainer and train with it until the run ends or it fails. `failure`: of the trainer before."""
         first = self.restarts == 0
         async with start_trainer_workers(
             self.config, self.device, self.folder, self.workers, first=first
@@ -220,12 +206,8 @@ class TrainingRun:
         return identity(inputs.model_path, self.config.model.lora, inputs.chat_template)
 
     async def find_resume_point(self) -> ResumePoint | None:
-        """Return the checkpoint to continue from, checked against its checksums and this model; None to start anew.
-
-        Raises:
-            CheckpointError: A checkpoint that was named is damaged, all are, or it is of another model.
-        """
-        given = _named(self.config.resume) if self.restarts == 0 else None
+        """Return the verified checkpoint to continue from, or None. Raises `CheckpointError` if none is intact."""
+        given = self._named if self.restarts == 0 else None
         if given is not None or self.checkpoints.folder.is_dir():
             self.recorder.status("comparing the checkpoint with its checksums")
 
@@ -268,11 +250,7 @@ class TrainingRun:
         config = self.config
         workers = self.workers
         time_sharing = TimeSharing(
-            config.offload,
-            trainer_workers.trainer,
-            workers.pool,
-            workers.supervisor,
-            adapters=config.serves_adapters,
+            config.offload, trainer_workers.trainer, workers.pool, workers.supervisor, adapters=config.serves_adapters
         )
         colocate = config.placement.kind is PlacementKind.colocate
         weight_sync = RetryingWeightSync(
@@ -300,11 +278,6 @@ class TrainingRun:
             demonstrator=workers.inputs.demonstrator if config.mode is Mode.sft else None,
             demonstrations=workers.inputs.demonstrations if config.data.demonstrations is not None else None,
         )
-
-
-def _named(resume: str) -> Path | None:
-    """Return the checkpoint that `resume=` names, if it names a checkpoint and not a run."""
-    return named(Path(resume).expanduser())
 
 
 def _names(paths: Sequence[Path]) -> str:

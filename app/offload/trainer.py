@@ -37,24 +37,16 @@ POLL_INTERVAL_S = 0.05
 
 
 class Offload:
-    """Memory offload of one trainer rank, its extension `OFFLOAD`.
-
-    Args:
-        moves: Whether to move memory at all. False on devices where trainer and engine do not share memory.
-    """
+    """Memory offload of one trainer rank, its extension `OFFLOAD`."""
 
     def __init__(self, rank: "TrainerRank", *, moves: bool):
         self.rank = rank
-        self.moves = moves
+        self.moves = moves  # False on devices where trainer and engine do not share memory
         # Kept while a region is on the device: pinning memory is slow.
         self._copies: dict[TrainerMemory, HostCopy] = {}
 
     def offload(self, region: TrainerMemory) -> None:
-        """Move a region to host memory and free it on the device.
-
-        Raises:
-            TrainerError: The region is offloaded already, or a step is open.
-        """
+        """Move a region to host memory. Raises `TrainerError` if it is there already, or a step is open."""
         if region in self.rank.offloaded:
             raise TrainerError(f"trainer rank {self.rank.rank}: {region.name} is offloaded already")
         if self.rank.step.open:
@@ -66,11 +58,7 @@ class Offload:
         self.rank.offloaded.add(region)
 
     def onload(self, region: TrainerMemory) -> None:
-        """Move a region back to the device. Idempotent.
-
-        Raises:
-            TrainerError: The device did not have enough free memory in time.
-        """
+        """Move a region back to the device. Idempotent. Raises `TrainerError` if memory does not get free in time."""
         if region not in self.rank.offloaded:
             return
         if self.moves:
@@ -187,7 +175,6 @@ class HostCopy:
         self._chunks = [torch.empty(size, dtype=torch.uint8, pin_memory=pin) for size in sizes]
 
     def fits(self, storages: Sequence[torch.UntypedStorage]) -> bool:
-        """Whether this copy was made for these storages, in their present sizes."""
         return self._sizes == {storage._cdata: storage.nbytes() for storage in storages}
 
     def copy_from_device(self) -> None:

@@ -94,22 +94,15 @@ class PlacementController(ABC):
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
 
     def _step_seconds(self) -> dict[str, float]:
-        """Return the seconds of the current step's phases so far, and as `step` their sum."""
         return {"step": sum(self.seconds.values()), **self.seconds}
 
     # --- within a step
 
     def score(self, group: Group) -> ScoredGroup:
-        """Compute the advantages of a group."""
         return score(group, self.config.algorithm, max_completion_tokens=self.config.rollout.max_completion_tokens)
 
     def require_groups(self, groups: int, counts: RolloutCounts) -> None:
-        """Raise `RunError` when several steps in a row had nothing to train on.
-
-        Args:
-            groups: Groups of the open step.
-            counts: Those of the step that were filtered or unplayable.
-        """
+        """Raise `RunError` when several steps in a row had no groups to train on. `counts`: those of the open step."""
         self._empty_steps = {} if groups else {**self._empty_steps, self.version + 1: counts}
         if len(self._empty_steps) < EMPTY_STEPS:
             return
@@ -166,12 +159,7 @@ class PlacementController(ABC):
         return report
 
     async def commit(self, sync: SyncReport | None = None, extra: Mapping[str, float] | None = None) -> None:
-        """Record the pending step and mark its prompts as consumed.
-
-        Args:
-            sync: The report of its weight sync; None if the run ends before.
-            extra: Further metrics.
-        """
+        """Record the pending step and mark its prompts as consumed. `sync` is None if the run ends before the sync."""
         assert self._pending is not None
         pending = self._pending
         seconds = self._step_seconds()  # before the wait for the report
@@ -241,20 +229,15 @@ class PlacementController(ABC):
         if self.evaluation_due:
             await self._evaluate()
 
-        if self._checkpoint_is_due():
+        checkpoint = self.config.checkpoint
+        periodic = checkpoint.every > 0 and self.version % checkpoint.every == 0
+        best = self.context.checkpoints.is_best(self._accuracy_now)
+        if checkpoint.keep and (self.finished or periodic or best):
             await self.save()
         self.context.memory.check()
 
-    def _checkpoint_is_due(self) -> bool:
-        """Whether this is the last step, a multiple of `checkpoint.every`, or the best one so far."""
-        checkpoint = self.config.checkpoint
-        periodic = checkpoint.every > 0 and self.version % checkpoint.every == 0
-        due = self.finished or periodic or self.context.checkpoints.is_best(self._accuracy_now)
-        return checkpoint.keep > 0 and due
-
     @property
     def _accuracy_now(self) -> float | None:
-        """The accuracy of this version; None if it was not evaluated."""
         return self.accuracy if self._evaluated == self.version else None
 
     async def save(self) -> None:
@@ -271,9 +254,8 @@ class PlacementController(ABC):
         try:
             await asyncio.wait_for(in_thread(self.context.recorder.flush), seconds)
         except TimeoutError:
-            raise RunError(
-                f"the metrics of step {self.version} were not flushed to disk within trainer.timeout_s={seconds:g} s"
-            ) from None
+            late = f"were not flushed to disk within trainer.timeout_s={seconds:g} s"
+            raise RunError(f"the metrics of step {self.version} {late}") from None
 
     async def _evaluate(self) -> None:
         context = self.context
@@ -296,7 +278,6 @@ class PlacementController(ABC):
         return *self.context.rollouter.progress, self.context.trainer.calls
 
     def describe(self) -> str:
-        """Describe what the run is waiting for, in one line."""
         return f"step {self.version + 1}, phase {self.current_phase}: {self.context.rollouter.describe()}"
 
 

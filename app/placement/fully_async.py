@@ -78,13 +78,15 @@ class FullyAsync(PlacementController):
         await self.commit(sync, idle)
 
     async def _train(self, step: int) -> list[ScoredGroup]:
-        """Train one step; returns its groups."""
         await self.context.trainer.begin_step(version=step)
         scored = await self._collect()
         self.require_groups(len(scored), self.producer.counts)
         if not self.config.stream:
             scored = self.producer.by_dispatch_order(scored)
-            await self._add_all(scored)
+            if scored and self.config.algorithm.needs_old_logprobs:
+                async with self.phase("old_logprobs", track="trainer", record_memory=False):
+                    await self.context.trainer.old_logprobs(scored)
+            await self.context.trainer.add_groups(scored)
 
         async with self.phase("finish", track="trainer", record_memory=False):
             await self.finish_step(step, scored, self.producer.drain_counts())
@@ -103,13 +105,6 @@ class FullyAsync(PlacementController):
                 await self.context.trainer.add_groups(fresh)
         return scored
 
-    async def _add_all(self, scored: list[ScoredGroup]) -> None:
-        trainer = self.context.trainer
-        if scored and self.config.algorithm.needs_old_logprobs:
-            async with self.phase("old_logprobs", track="trainer", record_memory=False):
-                await trainer.old_logprobs(scored)
-        await trainer.add_groups(scored)
-
     def _step_seconds(self) -> dict[str, float]:
         """Return the seconds of the step. `wait` is the time within the train phase without groups to train on."""
         train, sync, wait = (self.seconds.get(phase, 0.0) for phase in ("train", "sync", "wait"))
@@ -117,5 +112,4 @@ class FullyAsync(PlacementController):
         return {"step": train + sync, "generate": generate, "wait": wait, "train": train - wait, "sync": sync}
 
     def describe(self) -> str:
-        """Describe what the run is waiting for, in one line."""
         return f"{super().describe()}; {self.producer.describe()}"

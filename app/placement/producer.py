@@ -118,7 +118,6 @@ class Producer:
         return counts
 
     def describe(self) -> str:
-        """Describe the buffer and the admission, in one line."""
         return (
             f"{len(self.buffer)} groups in the buffer, capacity for {self.staleness.capacity} more, "
             f"dispatch {'open' if self.staleness.dispatch_open else 'paused'}"
@@ -145,7 +144,7 @@ class Producer:
                 size=size,
                 sampling=self.context.sampling,
                 version=lambda: self.staleness.version,
-                on_sent=partial(self._on_sent, prompt),
+                on_sent=lambda: self.running.update({prompt.id: self.staleness.version}),  # also when sent again
             )
         except Aborted as error:
             self.counts.aborted += 1
@@ -157,10 +156,6 @@ class Producer:
             self._on_sampled(prompt, group)
         finally:
             self._changed.set()
-
-    def _on_sent(self, prompt: Prompt) -> None:
-        """Record the version of a prompt whose sampling begins, also again: nothing of an earlier attempt is kept."""
-        self.running[prompt.id] = self.staleness.version
 
     def _count_abort(self, prompt: Prompt, tokens: int) -> None:
         """Warn, once, about a prompt that is sampled and aborted over and over."""

@@ -21,15 +21,9 @@ def step_metrics(
     *,
     trained_version: int,
 ) -> dict[str, float]:
-    """Assemble all metrics of a step.
+    """Assemble all metrics of a step, which trained `trained_version`.
 
     Rewards, lengths and tokens cover trained and filtered groups; staleness and advantages cover trained groups.
-
-    Args:
-        scored: The groups that were trained on.
-        counts: Groups that were filtered, dropped, aborted or retried.
-        seconds: Wall-clock seconds of the `step` and of its phases.
-        trained_version: The policy version that was trained, for staleness.
     """
     groups = [each.group for each in scored]
     sampled = groups + counts.filtered

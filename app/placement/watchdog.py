@@ -61,6 +61,10 @@ def limit_seconds(config: RunConfig) -> float:
     # together, then one by one; each that hangs costs its worker, which is started again
     rewards = group_size * (2 * config.reward.timeout_s + reward_pool.START_TIMEOUT_S)
     restart = config.rollout.start_timeout_s + START_GRACE_S + END_TIMEOUT_S + MAX_BACKOFF_S
+    # between two messages of environments: a step, its abort and a new worker
+    step = config.environment.timeout_s + SILENCE_TIMEOUT_S
+    abort = 2 * config.environment.timeout_s + ABORT_TIMEOUT_S
+    episode = step + abort + environment_pool.START_TIMEOUT_S if config.environment.multi_turn else 0.0
     deadlines = (
         config.trainer.timeout_s,
         config.rollout.stall_timeout_s,
@@ -68,19 +72,10 @@ def limit_seconds(config: RunConfig) -> float:
         CALL_TIMEOUT_S,
         restart,
         rewards,
-        _episode_seconds(config),
+        episode,
         config.teacher.limit_s,
     )
     return max(deadlines) + MARGIN_S
-
-
-def _episode_seconds(config: RunConfig) -> float:
-    """Return the maximum seconds between two messages of environments: a step, its abort and a new worker, in a row."""
-    if not config.environment.multi_turn:
-        return 0.0
-    step = config.environment.timeout_s + SILENCE_TIMEOUT_S
-    abort = 2 * config.environment.timeout_s + ABORT_TIMEOUT_S
-    return step + abort + environment_pool.START_TIMEOUT_S
 
 
 async def _watch(run: Watched, pool: EnginePool, limit: float, folder: Path) -> None:

@@ -32,21 +32,14 @@ class EngineSupervisor:
 
     Lifecycle: `monitor` around all generation; `attach` for each new trainer, whose policy is synced into restarted
     engines. Without a trainer (mode=eval) no sync is needed: engines load the right weights when they start.
-
-    Args:
-        make: Creates an engine for an index, not started.
     """
 
     def __init__(
-        self,
-        config: RunConfig,
-        pool: EnginePool,
-        make: Callable[[int], RolloutEngine],
-        warn: Callable[[str], None],
+        self, config: RunConfig, pool: EnginePool, make: Callable[[int], RolloutEngine], warn: Callable[[str], None]
     ) -> None:
         self.config = config
         self.pool = pool
-        self.make = make
+        self.make = make  # creates the engine of an index, not started
         self.warn = warn
         self.restarts = 0  # engines replaced so far
         self.unsynced: set[int] = set()  # indices of restarted engines without the current policy

@@ -55,12 +55,7 @@ class Resumption:
 def resume_training(settings: DictConfig, folder: Path) -> Resumption:
     """Return the training run to continue, or the new one in `folder`.
 
-    Args:
-        settings: As Hydra composed them, with its own section.
-
-    Raises:
-        ConfigError: `resume` names no run, the run has no checkpoint, or the folder is used and `resume=never`.
-        CheckpointError: The checkpoint that `resume` names is incomplete.
+    Raises `ConfigError` if `resume` names no run that can be continued, or a new one would have a used folder.
     """
     resume = str(settings.resume)
     notes: tuple[str, ...] = ()

@@ -20,10 +20,7 @@ from app.types import SyncReport
 class RetryingWeightSync:
     """`WeightSynchronizer.sync` (app/protocols.py) over engines that may be lost.
 
-    Args:
-        trainer: Owner of the parameters; probed when a sync fails.
-        version: The policy version of the trainer's parameters.
-        params_on_device: Context in which the parameters are on the device during the engines' turn.
+    `params_on_device` is the context in which the parameters are on the device during the engines' turn.
     """
 
     def __init__(

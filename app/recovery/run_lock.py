@@ -24,12 +24,7 @@ class FolderInUse(RunError):
 
 @contextmanager
 def run_lock(folder: Path) -> Iterator[None]:
-    """Hold the lock of a run's folder, which is created. Nothing in the folder changes if the lock is not available.
-
-    Raises:
-        FolderInUse: Another process holds it. The message names the process and its machine.
-        RunError: The folder cannot be locked.
-    """
+    """Hold the lock of a run's folder, which is created. Raises `FolderInUse`, before anything in it changes."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # "a" leaves the content alone: until the lock is ours, it names the process that holds it.

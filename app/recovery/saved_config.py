@@ -61,9 +61,7 @@ def save(settings: DictConfig, folder: Path) -> None:
 def load(folder: Path, *, trains: bool = True) -> DictConfig:
     """Load the settings of a run. Those that an earlier version had are left out, and named unless at their default.
 
-    Raises:
-        ConfigError: The others do not fit today's schema; or, where the run `trains` on, one that was left out changed
-            what it learned.
+    Raises `ConfigError` if one of these changed what a run learned that `trains` on, or the others do not fit.
     """
     settings: Any = OmegaConf.to_container(OmegaConf.load(folder / SAVED), resolve=False)
     gone: list[str] = []
@@ -108,11 +106,7 @@ def _place(section: dict[str, Any], key: str) -> tuple[dict[str, Any], str] | No
 def take_over(
     settings: DictConfig, saved: DictConfig, folder: Path, changeable: Collection[str]
 ) -> tuple[DictConfig, tuple[str, ...]]:
-    """Return the saved settings with the overrides of this command, and a sentence on what these change.
-
-    Raises:
-        ConfigError: An override, or a variable of the environment, would change a setting that must stay.
-    """
+    """Return the saved settings with this command's overrides, and their changes; `ConfigError` for what must stay."""
     _require_same_environment(saved, folder, changeable)
     given = [key for key in names_of(settings.hydra.overrides.task) if not _is_in(key, ALWAYS)]
     sections = [str(key) for key in saved if key not in ALWAYS]

@@ -96,11 +96,7 @@ class RewardComponent:
         return timeout_s + KILL_MARGIN_S if self.args else min(timeout_s, BUILT_IN_TIMEOUT_S)
 
     def load(self) -> RewardFunction:
-        """Import the target. A class is instantiated with `args`; a function receives them on each call.
-
-        Raises:
-            LoadError: The target cannot be imported, constructed, or called with trajectories.
-        """
+        """Import the target: a class is made with `args`, a function gets them on each call. Raises `LoadError`."""
         target = resolve(self.target)
         try:
             if inspect.isclass(target):
@@ -109,9 +105,8 @@ class RewardComponent:
         except LoadError:
             raise
         except Exception as error:  # custom constructors can raise anything
-            raise LoadError(
-                f"it cannot be constructed or called with {dict(self.args)} ({error_text(error)})"
-            ) from error
+            called = f"it cannot be constructed or called with {dict(self.args)}"
+            raise LoadError(f"{called} ({error_text(error)})") from error
 
 
 def built_in(name: str, weight: float, args: Mapping[str, Any] | None = None) -> RewardComponent:
@@ -196,12 +191,7 @@ def _number(value: Any) -> float | Failure:
 def _of_trajectories(reward: Any, args: Mapping[str, Any]) -> RewardFunction:
     """Return a reward of any of the four signatures as a function of a list of trajectories.
 
-    Args:
-        reward: A callable with its arguments bound.
-        args: Those arguments, which columns of the same name do not replace.
-
-    Raises:
-        LoadError: It has another signature.
+    `args` are bound already: columns of the same name do not replace them. Raises `LoadError` for another signature.
     """
     signature = inspect.signature(reward)
     names = list(signature.parameters)
@@ -236,7 +226,6 @@ def _of_solution(reward: Any, args: Mapping[str, Any]) -> Callable[[Trajectory],
 
 
 def _accepted(reward: Any) -> Callable[[str], bool]:
-    """Return whether a callable takes a keyword."""
     parameters = inspect.signature(reward).parameters.values()
     takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
     named = {each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}

@@ -24,7 +24,9 @@ def extract_final_answer(text: str) -> str | None:
     >>> extract_final_answer("2 + 2 = 4\n#### 4")
     '4'
     """
-    return _boxed(text) or _after_hashes(text)
+    _, mark, rest = text.rpartition(HASHES)
+    after_hashes = rest.strip(" \t").split("\n", 1)[0].strip() if mark else ""
+    return _boxed(text) or after_hashes or None
 
 
 def _boxed(text: str) -> str | None:
@@ -40,11 +42,3 @@ def _boxed(text: str) -> str | None:
         if depth == 0:
             return text[start:position].strip() or None
     return None
-
-
-def _after_hashes(text: str) -> str | None:
-    """Return the rest of the line after the last `####`."""
-    _, mark, rest = text.rpartition(HASHES)
-    if not mark:
-        return None
-    return rest.strip(" \t").split("\n", 1)[0].strip() or None

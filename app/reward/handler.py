@@ -14,15 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from app.reward.component import (
-    Failure,
-    FailureKind,
-    LoggedScore,
-    RewardComponent,
-    RewardFunction,
-    evaluate,
-    failures,
-)
+from app.reward.component import Failure, FailureKind, LoggedScore, RewardComponent, RewardFunction, evaluate, failures
 from app.types import Trajectory
 from app.worker.wire import Codec
 

@@ -25,15 +25,8 @@ CLOSED = Failure(FailureKind.died, "the scorer was closed")
 class RewardPool(WorkerPool):
     """Scores trajectories with one component; each worker process has one call at a time.
 
-    Lifecycle: start_workers → score* → close.
-
-    Args:
-        timeout_s: Deadline per trajectory.
-        log: File for their output (None: stderr).
-        warn: Called when for the first time a call is slow, or its trajectories are scored again.
-
-    Attributes:
-        retried: Trajectories that were scored again, alone.
+    Lifecycle: start_workers → score* → close. `warn` is called when for the first time a call is slow, or its
+    trajectories are scored again.
     """
 
     def __init__(
@@ -51,20 +44,17 @@ class RewardPool(WorkerPool):
         )
         super().__init__(spec, workers=workers, jobs=1, warn=self._write_to_log)
         self.component = component
-        self.retried = 0
+        self.retried = 0  # trajectories that were scored again, alone
         self._log = log
-        self._timeout_s = component.deadline_s(timeout_s)
+        self._timeout_s = component.deadline_s(timeout_s)  # per trajectory
         self._warn_user = warn
         self._warned: set[str] = set()
         self._calls: set[asyncio.Task[Outcome]] = set()
 
     async def score(self, trajectories: Sequence[Trajectory]) -> Outcome:
-        """Return a value or a failure for each trajectory.
+        """Return a value or a failure for each trajectory. Raises `RunError` if no worker can be started any more.
 
         When the caller is cancelled, the call goes on in its worker until its deadline.
-
-        Raises:
-            RunError: A worker cannot be started again, or cannot load the component.
         """
         call = asyncio.create_task(self._score(trajectories))
         self._calls.add(call)
@@ -74,11 +64,7 @@ class RewardPool(WorkerPool):
     async def call(
         self, trajectories: Sequence[Trajectory], timeout_s: float, slow_after_s: float, on_slow: Callable[[], None]
     ) -> Outcome:
-        """Score these trajectories once, within `timeout_s` seconds; call `on_slow` when it takes `slow_after_s`.
-
-        Raises:
-            RunError: As `score`.
-        """
+        """Score trajectories once, within `timeout_s`; call `on_slow` after `slow_after_s`. Raises as `score`."""
         try:
             job = await self.begin_job(pickled(trajectories))
         except RunError:
@@ -88,10 +74,7 @@ class RewardPool(WorkerPool):
 
         late = f"no result for {len(trajectories)} completion(s) within {timeout_s:g} s, see reward.timeout_s"
         loop = asyncio.get_running_loop()
-        timers = [
-            loop.call_later(slow_after_s, on_slow),
-            loop.call_later(timeout_s, job.kill, "late", late),
-        ]
+        timers = [loop.call_later(slow_after_s, on_slow), loop.call_later(timeout_s, job.kill, "late", late)]
         try:
             message = await job.next()
         finally:

@@ -50,9 +50,7 @@ class Scorer:
         scorer.check()                             # at the end of each step
         scorer.close()
 
-    Args:
-        step_trajectories: Trajectories per step, the window over which failures are counted.
-        log: File for the output of the workers (None: stderr).
+    Failures are counted over `step_trajectories`. The workers' output goes to the file `log` (None: stderr).
     """
 
     def __init__(
@@ -68,11 +66,8 @@ class Scorer:
             "reward.max_failed_fraction",
             config.max_failed_fraction,
             step_trajectories,
-            consequence=(
-                "A failed trajectory scores 0; above "
-                f"reward.max_failed_fraction={config.max_failed_fraction:g} of a step the run stops. "
-                "All failures are in logs/reward.log."
-            ),
+            consequence="A failed trajectory scores 0; above reward.max_failed_fraction="
+            f"{config.max_failed_fraction:g} of a step the run stops. All failures are in logs/reward.log.",
             warn=warn,
             kinds=[kind.name for kind in FailureKind],
         )
@@ -87,11 +82,7 @@ class Scorer:
         ]
 
     async def start(self) -> None:
-        """Start all workers in the background. Wait only for custom rewards, which may fail to load.
-
-        Raises:
-            ConfigError: A custom reward cannot be loaded.
-        """
+        """Start all workers in the background, but wait for custom rewards: `ConfigError` if one cannot be loaded."""
         starts = [(pool.component, pool.start_workers()) for pool in self.pools]
         for component, workers in starts:
             if component.key is None:
@@ -106,23 +97,19 @@ class Scorer:
         """Return the same trajectories, in order, with `reward` and `reward_components` (unweighted) filled in.
 
         A custom reward is called once per run of consecutive trajectories that share a prompt. Components are called
-        concurrently.
-
-        Raises:
-            RunError: Too large a fraction of a step's trajectories has failed.
+        concurrently. Raises `RunError` if too large a fraction of a step's trajectories has failed.
         """
         values: Values = [{} for _ in trajectories]
         for name, reward in self._in_process.items():
             _record(values, name, evaluate(reward, trajectories, None))
 
+        async def score_chunk(pool: RewardPool, chunk: slice) -> None:
+            _record(values[chunk], pool.component.name, await pool.score(trajectories[chunk]))
+            self._count([each for each in values[chunk] if len(each) == len(self._components)])  # with all their values
+
         if self.pools:
-            await gather_or_raise(
-                *(
-                    self._score_chunk(pool, trajectories[chunk], values[chunk])
-                    for pool in self.pools
-                    for chunk in _chunks(trajectories, per_trajectory=pool.component.per_trajectory)
-                )
-            )
+            chunks = [(pool, _chunks(trajectories, pool.component.per_trajectory)) for pool in self.pools]
+            await gather_or_raise(*(score_chunk(pool, chunk) for pool, of_pool in chunks for chunk in of_pool))
         else:
             self._count(values)
         return [self._with_reward(trajectory, scores) for trajectory, scores in zip(trajectories, values, strict=True)]
@@ -141,12 +128,6 @@ class Scorer:
         """Stop the workers. Calls of `score` in flight end with failures."""
         for pool in self.pools:
             pool.close()
-
-    async def _score_chunk(self, pool: RewardPool, trajectories: Sequence[Trajectory], values: Values) -> None:
-        """Fill in the values of one component, and count the trajectories that have all their values now."""
-        outcome = await pool.score(trajectories)
-        _record(values, pool.component.name, outcome)
-        self._count([each for each in values if len(each) == len(self._components)])
 
     def _count(self, values: Values) -> None:
         for by_component in values:
@@ -198,7 +179,7 @@ def not_accepted(component: RewardComponent, why: str, accepted: str = LOADABLE)
     return ConfigError(str(component.key), component.target, accepted, why)
 
 
-def _chunks(trajectories: Sequence[Trajectory], *, per_trajectory: bool) -> Iterator[slice]:
+def _chunks(trajectories: Sequence[Trajectory], per_trajectory: bool) -> Iterator[slice]:
     """Yield runs of one prompt's trajectories, or single trajectories, which spread over all workers."""
     start = 0
     for _, run in groupby(trajectories, key=lambda trajectory: trajectory.prompt.id):

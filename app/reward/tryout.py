@@ -35,18 +35,10 @@ Tokenize = Callable[[str], Sequence[int]]
 
 
 def try_rewards(config: RewardConfig, prompts: Sequence[Prompt], tokenize: Tokenize) -> list[str]:
-    """Load every custom reward and try it on made-up completions.
+    """Load every custom reward and, with `reward.tryout`, try it on made-up completions.
 
-    Args:
-        config: The `reward` section. With `tryout` off, rewards are only loaded.
-        tokenize: From a text to token ids.
-
-    Returns:
-        Warnings about rewards that fail on some of the completions, are slow, or do not prefer the answer.
-
-    Raises:
-        ConfigError: A reward cannot be loaded, fails on everything, or does not answer within `reward.timeout_s` and
-            20 s.
+    Returns warnings about rewards that fail on some of them, are slow, or do not prefer the answer. Raises
+    `ConfigError` if a reward cannot be loaded, fails on everything, or takes longer than it may.
     """
     warnings: list[str] = []
     scores = {name: values for name, values in BUILT_IN_SCORES.items() if name in config.terms()}

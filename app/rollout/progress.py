@@ -82,12 +82,9 @@ class ProgressClock:
 async def stall(
     client: Client, clock: ProgressClock, sampling: Callable[[], InFlightRequests], limit_s: float
 ) -> EngineError:
-    """Poll a server until a prompt makes no progress; return the error that names it.
+    """Poll a server until a prompt makes no progress for `limit_s`; return the error that names it.
 
-    Args:
-        clock: Gets the reports.
-        sampling: Returns the prompts that the server should be sampling; empty while it is paused.
-        limit_s: Seconds without progress after which a prompt has failed.
+    `sampling` returns the prompts that the server should be sampling; empty while it is paused.
     """
     while True:
         await asyncio.sleep(min(POLL_INTERVAL_S, limit_s / 4))
@@ -101,10 +98,9 @@ async def stall(
             lost = [prompt for prompt in stalled if clock.lost(prompt)]
             limit = f"rollout.stall_timeout_s={limit_s:.0f} s"
             named = ", ".join((lost or stalled)[:NAMED_PROMPTS])
+            what = f"made no progress for {limit} with {len(stalled)} prompts in flight"
             if lost:
                 what = f"lost all requests of {len(lost)} prompts: its scheduler did not know them for {limit}"
-            else:
-                what = f"made no progress for {limit} with {len(stalled)} prompts in flight"
             return EngineLost(f"{client.name} {what} ({named})")
 
 

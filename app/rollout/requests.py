@@ -22,30 +22,21 @@ Engine = Callable[[], AbstractAsyncContextManager[tuple[str, RolloutEngine]]]  #
 
 
 class Aborted(EngineError):
-    """Completions of a prompt were aborted on request. They are partial and never trained on.
-
-    Attributes:
-        tokens: Completion tokens of the group that were sampled.
-    """
+    """Completions of a prompt were aborted on request. They are partial and never trained on."""
 
     def __init__(self, prompt_id: str, tokens: int):
         super().__init__(f"the completions of prompt {prompt_id} were aborted after {tokens} tokens")
-        self.tokens = tokens
+        self.tokens = tokens  # completion tokens of the group that were sampled
 
 
 class Requests:
-    """The requests of a run.
-
-    Attributes:
-        lost: Prompts with a request resent after an engine failure, since `Rollouter.pop_lost`.
-        in_flight: Prompt id → where its group is ("on engine 0"), oldest first.
-    """
+    """The requests of a run."""
 
     def __init__(self, timeline: Timeline, recovery: RecoveryConfig):
         self.timeline = timeline
         self.recovery = recovery
-        self.lost: set[str] = set()
-        self.in_flight: dict[str, str] = {}
+        self.lost: set[str] = set()  # prompts with a request resent after an engine failure, since `Rollouter.pop_lost`
+        self.in_flight: dict[str, str] = {}  # prompt id → where its group is ("on engine 0"), oldest first
 
     async def send(self, request: GroupRequest, version: Callable[[], int], engine: Engine) -> list[Completion]:
         """Send a request, with retries, and return its completions. None of them is partial.

@@ -13,7 +13,7 @@ from app.rollout.engine.pool import EnginePool
 from app.rollout.episodes import Episodes, GroupSpec
 from app.rollout.requests import Requests
 from app.tracking.run_folder.timeline import Timeline
-from app.types import Completion, Group, GroupRequest, Prompt, Sampling, Trajectory
+from app.types import Group, GroupRequest, Prompt, Sampling, Trajectory
 from app.utils.tasks import gather_or_raise
 
 MAX_PROMPTS_SHOWN = 5  # in messages
@@ -24,12 +24,8 @@ class Rollouter:
 
     Args:
         tokenizer: Decodes completions of servers that we did not start.
-        recovery: How often a request is sent again.
         episodes: Plays the episodes of an environment; None: every trajectory is a single turn.
         teacher: Adds a teacher's log-probabilities to a group that is trained on; None: there is no teacher.
-
-    Attributes:
-        finished: Groups finished so far.
     """
 
     def __init__(
@@ -49,7 +45,7 @@ class Rollouter:
         self.requests = Requests(timeline, recovery)
         self.episodes = episodes
         self.teacher = teacher
-        self.finished = 0
+        self.finished = 0  # groups
 
     async def group(
         self,
@@ -140,7 +136,6 @@ class Rollouter:
 
     @property
     def last_failure(self) -> str:
-        """Why the last episode failed; empty without one."""
         return self.episodes.failures.last if self.episodes else ""
 
     @property
@@ -149,30 +144,23 @@ class Rollouter:
         return self.finished, self.pool.progress, self.episodes.progress if self.episodes else 0
 
     def describe(self) -> str:
-        """Describe what is in flight and which engines are ready, in one line."""
         in_flight = self.requests.in_flight
         places = [f"{prompt_id} {place}" for prompt_id, place in itertools.islice(in_flight.items(), MAX_PROMPTS_SHOWN)]
         shown = f" ({', '.join(places)}{', …' if len(in_flight) > MAX_PROMPTS_SHOWN else ''})" if places else ""
         return f"{len(in_flight)} groups in flight{shown}, {self.pool.describe()}"
 
     async def _single_turns(
-        self,
-        prompt: Prompt,
-        size: int,
-        sampling: Sampling,
-        version: Callable[[], int],
-        on_sent: Callable[[], None],
+        self, prompt: Prompt, size: int, sampling: Sampling, version: Callable[[], int], on_sent: Callable[[], None]
     ) -> list[Trajectory]:
         def send_version() -> int:
             on_sent()
             return version()
 
         request = GroupRequest(prompt.id, prompt.token_ids, size, sampling, version())
-        completions = await self.requests.send(request, send_version, partial(self.pool.least_busy, size))
-        return [Trajectory(prompt, completion, self._text(completion)) for completion in completions]
-
-    def _text(self, completion: Completion) -> str:
-        """Return the decoded text. Hosts of servers that we did not start leave decoding to the driver."""
-        if completion.text is not None:
-            return completion.text
-        return self.tokenizer.decode(completion.token_ids.tolist(), skip_special_tokens=True)
+        trajectories = []
+        for completion in await self.requests.send(request, send_version, partial(self.pool.least_busy, size)):
+            text = completion.text
+            if text is None:  # hosts of servers that we did not start leave decoding to the driver
+                text = self.tokenizer.decode(completion.token_ids.tolist(), skip_special_tokens=True)
+            trajectories.append(Trajectory(prompt, completion, text))
+        return trajectories

@@ -27,14 +27,7 @@ SCORE = "environment"  # the reward component that takes the score of the enviro
 
 
 def worker_spec(config: RunConfig, model_path: Path, *, tried: bool = False) -> EnvironmentSpec:
-    """Return what each worker runs.
-
-    Args:
-        tried: The worker lists the tasks of `data=environment`.
-
-    Raises:
-        ConfigError: `model.chat_template` cannot be read.
-    """
+    """Return what each worker runs. `tried`: it lists the tasks of `data=environment`."""
     settings = config.environment
     turns = (settings.max_turns, settings.max_turn_tokens, settings.max_observation_tokens)
     limits = Limits(*turns, settings.timeout_s, settings.episode_s)
@@ -62,11 +55,7 @@ def _renderer(config: RunConfig, model_path: Path) -> RendererChoice:
 
 
 def require_rendering(config: RunConfig, model_path: Path, tokenizer: Any) -> None:
-    """Raise `ConfigError` if conversations cannot be rendered as transformers renders them.
-
-    Args:
-        tokenizer: The model's, of transformers, with the chat template of the run.
-    """
+    """Raise `ConfigError` if conversations cannot be rendered as transformers renders them, with this tokenizer."""
     choice = _renderer(config, model_path)
     variables = {"enable_thinking": choice.enable_thinking, **config.data.chat_template_kwargs}
     try:
@@ -81,9 +70,8 @@ def require_rendering(config: RunConfig, model_path: Path, tokenizer: Any) -> No
     if not config.environment.multi_turn:
         end = other_end(tokenizer, stop_ids(model_path), variables)
         if end is not None and end not in config.rollout.stop:
-            accepted = (
-                f"{end} as eos_token_id of its generation_config.json, rollout.stop=['{end}'], or another template"
-            )
+            stops = f"{end} as eos_token_id of its generation_config.json, rollout.stop=['{end}']"
+            accepted = f"{stops}, or another template"
             why = f"its chat template ends a reply with {end}, and a completion does not end there"
             raise ConfigError("model.path", model_path, accepted, why)
         return
@@ -102,11 +90,7 @@ def require_rendering(config: RunConfig, model_path: Path, tokenizer: Any) -> No
 def require_environment(config: RunConfig, model_path: Path) -> Sequence[Mapping[str, Any]]:
     """Start one worker, which loads the environment and the renderer, and end it.
 
-    Returns:
-        With `data.name=environment` the tasks that the environment lists, else nothing.
-
-    Raises:
-        ConfigError: They cannot be loaded.
+    Returns the tasks that the environment lists, with `data.name=environment`. Raises `ConfigError`.
     """
 
     async def start() -> Sequence[Mapping[str, Any]]:
@@ -119,11 +103,7 @@ def require_environment(config: RunConfig, model_path: Path) -> Sequence[Mapping
 
 @asynccontextmanager
 async def tried_pool(config: RunConfig, model_path: Path) -> AsyncIterator[EnvironmentPool]:
-    """Yield a pool of one worker, which writes no log that stays.
-
-    Raises:
-        ConfigError: The environment or its renderer cannot be loaded.
-    """
+    """Yield a pool of one worker, without a log that stays. Raises `ConfigError` if it cannot load the environment."""
     with tempfile.TemporaryDirectory(prefix="environment-") as folder:
         log = Path(folder) / LOG
         spec = worker_spec(config, model_path, tried=True)

@@ -50,12 +50,7 @@ def _rules(run: RunConfig) -> list[tuple[bool, str, str]]:
 
 
 def idle_settings(run: RunConfig, given: Collection[str]) -> list[str]:
-    """Return a sentence on settings without effect, and on each reason that keeps this run from learning.
-
-    Args:
-        run: A valid configuration.
-        given: Names of the settings on the command line.
-    """
+    """Return a sentence on each of the `given` settings without effect, and on what keeps this run from learning."""
     algorithm, default = run.algorithm, AlgorithmConfig()
     changed = {each.name for each in fields(algorithm) if getattr(algorithm, each.name) != getattr(default, each.name)}
     chosen = {key for key in given if "." in key} | {f"algorithm.{name}" for name in changed}

@@ -60,7 +60,6 @@ class DiskPlan:
 
     @property
     def bytes(self) -> int:
-        """All of it."""
         return self.checkpoints * self.checkpoint + self.export
 
 
@@ -342,7 +341,11 @@ def reward(run: RunInputs) -> Iterator[Finding]:
     # those that read turns or scores would fail on completions made up without them
     tried = replace(config.reward, tryout=config.reward.tryout and not config.environment.multi_turn)
     tokenize = tokenizer_of(run.tokenizer) if run.moment is CheckStage.start else lambda text: list(text.encode())
-    for warning in try_rewards(tried, _first_prompts(run), tokenize):
+    prompts = []  # one of each set, since their rows may have other columns
+    for row, *_ in _sets(run):
+        name, messages = f"{row.source}/{row.index}", conversation(row, config.data)
+        prompts.append(Prompt(name, NO_TOKENS, row.answer, row.source, row.question, row.columns, messages))
+    for warning in try_rewards(tried, prompts, tokenize):
         yield Finding("reward", warning, CheckStatus.warn, WARNED)
     yield Finding("reward", f"{config.reward.formula}; {', '.join(own)} can be loaded")
 
@@ -353,12 +356,3 @@ def _sets(run: RunInputs) -> list[Sequence[Row]]:
         return []
     trained = [] if run.config.mode is Mode.eval else [run.rows.train]
     return [*trained, *run.rows.evals.values()]
-
-
-def _first_prompts(run: RunInputs) -> list[Prompt]:
-    """Return a prompt of each set, since their rows may have other columns."""
-    prompts = []
-    for row, *_ in _sets(run):
-        name, messages = f"{row.source}/{row.index}", conversation(row, run.config.data)
-        prompts.append(Prompt(name, NO_TOKENS, row.answer, row.source, row.question, row.columns, messages))
-    return prompts

@@ -109,7 +109,6 @@ class RunInputs:
 
     @cached_property
     def chat_template(self) -> str | None:
-        """Text of `model.chat_template`."""
         return own_template(self.config.model)
 
     @cached_property
@@ -135,14 +134,12 @@ class RunInputs:
 
     @cached_property
     def demonstrator(self) -> "Demonstrator":
-        """Renders what the run imitates."""
         from app.data.demonstrations import Demonstrator
 
         return Demonstrator(self.config.data, self.tokenizer, stop_ids(self.model_path), self.config.rollout.max_tokens)
 
     @cached_property
     def demonstrations(self) -> "DemonstrationStream":
-        """The rows of `data.demonstrations`."""
         from app.data.demonstrations import DemonstrationStream
 
         config = self.config

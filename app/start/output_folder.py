@@ -38,14 +38,9 @@ YELLOW, RED, PLAIN = "\x1b[33m", "\x1b[31m", "\x1b[0m"
 
 @contextmanager
 def output_folder(job: Job, config: RunConfig) -> Iterator[None]:
-    """Hold the lock of a run's folder, save the configuration in it, and log to it.
+    """Hold the lock of a run's folder, save its configuration, `config`, in it, and log to it.
 
-    Args:
-        config: That of the job, with the steps of its epochs.
-
-    Raises:
-        FolderInUse: Another process holds the lock.
-        RunError: Another process has written to the folder since the job was settled.
+    Raises `RunError` if another process has the lock, or has written to the folder since the job was settled.
     """
     folder = job.folder
     with run_lock(folder):
@@ -130,9 +125,7 @@ def kept_in(
 ) -> tuple[dict[str, str], dict[str, str | int | float]]:
     """Return what the run in `folder` has kept: lines for its end, and facts for `summary.json`.
 
-    Args:
-        exported: Whether `export/` holds its last step.
-        continued: Overrides that continue a finished run; the lines then also have the commands.
+    `exported`: `export/` holds its last step. `continued`: overrides that continue a finished run, for a command.
     """
     lines: dict[str, str] = {}
     facts: dict[str, str | int | float] = {}
@@ -148,11 +141,8 @@ def kept_in(
         lines["last"] = facts["checkpoint/last"] = str(last)
     if top is not None and accuracy is not None:
         lines["best"] = f"{top}  (eval accuracy {accuracy:.1%})"
-        facts |= {
-            "checkpoint/best": str(top),
-            "checkpoint/best_step": step_of(top),
-            "checkpoint/best_accuracy": accuracy,
-        }
+        facts |= {"checkpoint/best": str(top), "checkpoint/best_step": step_of(top)}
+        facts["checkpoint/best_accuracy"] = accuracy
     if last is not None and continued:
         resume = override("resume", folder)
         lines |= {"evaluate": command("mode=eval", resume), "continue": command(resume, *continued)}

@@ -5,7 +5,7 @@ weight sync) are restarted when the trainer is lost.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -36,7 +36,7 @@ from app.tracking.number_format import plural
 from app.tracking.run_folder.timeline import Timeline
 from app.trainer.rank import OFFLOAD
 from app.trainer.remote import RemoteTrainer
-from app.types import EngineStart, Group, TrainerMemory
+from app.types import EngineStart, TrainerMemory
 from app.utils.ray_calls import keep_ray_logs
 from app.utils.tasks import gather_or_raise
 from app.weight_sync.synchronizer import make_synchronizer
@@ -130,9 +130,7 @@ async def start_rollout_workers(
 ) -> AsyncIterator[RolloutWorkers]:
     """Start Ray and the reward workers and create the engines, which are started together with the trainer.
 
-    Args:
-        recorder: Shows what is being started.
-        weights: The model directory that the engines load; None is that of `model=`.
+    `weights`: the model directory that the engines load; None is that of `model=`.
     """
     async with AsyncExitStack() as stack:
         fork = None
@@ -179,7 +177,12 @@ async def start_rollout_workers(
         if config.teacher_devices:
             teachers = EngineSupervisor(config, EnginePool([make.teacher()]), make.teacher, recorder.warn)
             stack.push_async_callback(_end_engines, teachers.pool)
-        scored_by = await _teacher(config, teachers, stack)
+        scored_by = None
+        if (config.teacher.servers or config.teacher_devices) and config.mode is not Mode.eval:
+            from app.teacher import Teacher
+
+            teacher_client = Teacher(config.teacher, teachers.pool if teachers is not None else None)
+            scored_by = (await stack.enter_async_context(teacher_client)).score
 
         rollouter = Rollouter(pool, scorer, inputs.tokenizer, recorder.timeline, config.recovery, episodes, scored_by)
         if config.teacher.prompt is not None and config.mode is not Mode.eval:
@@ -187,18 +190,6 @@ async def start_rollout_workers(
 
             rollouter.teacher = SelfTeacher(config, inputs.tokenizer, pool, rollouter.requests).score
         yield RolloutWorkers(config, inputs, device_placement, pool, supervisor, rollouter, recorder.status, teachers)
-
-
-async def _teacher(
-    config: RunConfig, engine: EngineSupervisor | None, stack: AsyncExitStack
-) -> Callable[[Group], Awaitable[Group]] | None:
-    """Return the function that adds a teacher's log-probabilities to a group; None without a teacher."""
-    if not (config.teacher.servers or config.teacher_devices) or config.mode is Mode.eval:
-        return None
-    from app.teacher import Teacher
-
-    teacher = Teacher(config.teacher, engine.pool if engine is not None else None)
-    return (await stack.enter_async_context(teacher)).score
 
 
 async def _start_environments(
@@ -230,7 +221,7 @@ async def start_trainer_workers(
         if not first:
             await workers.device_placement.locate_ranks()
         trainer = make_trainer(config, device, workers.inputs.model_path, folder, workers.device_placement)
-        stack.callback(_kill_ranks, trainer)
+        stack.callback(lambda: [ray.kill(rank) for rank in trainer.ranks])
 
         if config.placement.kind is PlacementKind.colocate and device.shares_memory:
             await _start_on_shared_devices(config, device, trainer, workers, first=first)
@@ -270,8 +261,3 @@ async def _set_up(device: Device, trainer: RemoteTrainer, workers: RolloutWorker
 
 async def _end_engines(pool: EnginePool) -> None:
     await asyncio.gather(*(engine.end() for engine in pool.engines))
-
-
-def _kill_ranks(trainer: RemoteTrainer) -> None:
-    for rank in trainer.ranks:
-        ray.kill(rank)

@@ -35,21 +35,13 @@ class Job:
 
     @property
     def folder(self) -> Path:
-        """The folder of the run."""
         return self.resumption.folder
 
 
 def settle(composed: DictConfig, folder: Path, *, sweep: bool = False) -> Job:
-    """Return what is run.
+    """Return what is run: the composition, which is not changed, with `resume` applied; a new run has this folder.
 
-    Args:
-        composed: As Hydra composed it, with its own section. It is not changed.
-        folder: Of a new run.
-        sweep: Whether this is a job of a sweep.
-
-    Raises:
-        ConfigError: A setting is not accepted, or `resume` names nothing that can be continued.
-        CheckpointError: The checkpoint that `resume` names is incomplete.
+    Raises `ConfigError`, and `CheckpointError` if the checkpoint that `resume` names is incomplete.
     """
     run: Any = OmegaConf.to_container(composed.hydra.run, resolve=False)
     text = str(run["dir"] or "").strip()

@@ -50,11 +50,7 @@ class EngineClient:
 
 
 class Teacher:
-    """One teacher, or one for each data source. Closes its connections on exit.
-
-    Args:
-        config: The settings, with the servers of `teacher.urls`.
-        pool: The engine of `teacher.path`, in place of servers.
+    """One teacher, or one for each data source: the servers of `teacher.urls`, or the engine of `pool`.
 
     Example:
         async with Teacher(config.teacher) as teacher:
@@ -80,11 +76,7 @@ class Teacher:
         await asyncio.gather(*(client.close() for clients in self._clients.values() for client in clients))
 
     async def score(self, group: Group) -> Group:
-        """Return the group with the teacher's log-probabilities.
-
-        Raises:
-            RunError: A server refused our key, or a request failed too often.
-        """
+        """Return the group with the teacher's log-probabilities. Raises `RunError` if a server refuses or fails."""
         trajectories = await gather_or_raise(*(self._trajectory(each) for each in group.trajectories))
         return Group(group.prompt, tuple(trajectories))
 
@@ -108,7 +100,6 @@ class Teacher:
     async def _sequence(
         self, sequence: TokenSequence, name: str, clients: Sequence[Client | EngineClient]
     ) -> np.ndarray:
-        """Return the log-probabilities [N] of the sampled tokens."""
         if not len(sequence.logprobs):
             return np.zeros(0, dtype=np.float32)
 
@@ -151,11 +142,7 @@ def _require_same(key: str, value: str, tokens: object, tokenizer: Any) -> None:
 
 
 def sampled_logprobs(reply: Mapping[str, Any], sequence: TokenSequence) -> np.ndarray:
-    """Return the log-probabilities [N] of the sampled tokens from a reply of `/generate`.
-
-    Raises:
-        ValueError: The reply has another number of tokens, or one that is not finite.
-    """
+    """Read the log-probabilities [N] of the sampled tokens. Raises `ValueError` unless all are there and finite."""
     first = sequence.opening_tokens - 1  # the first entry: of a token before the sampled ones, without a number
     entries = reply.get("meta_info", {}).get("input_token_logprobs") or []
     if len(entries) != len(sequence.token_ids) - first:

@@ -23,11 +23,7 @@ SAMPLING = Sampling(temperature=1.0, top_p=1.0, max_tokens=0)
 
 
 class SelfTeacher:
-    """The engines of the run as the teacher of `teacher.prompt`.
-
-    Args:
-        requests: Those of the rollouts: a scoring request is sent again as theirs are.
-    """
+    """The engines of the run as the teacher of `teacher.prompt`. Its requests are sent again as those of rollouts."""
 
     def __init__(self, config: RunConfig, tokenizer: Any, pool: EnginePool, requests: Requests) -> None:
         self._config = config

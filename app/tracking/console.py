@@ -74,7 +74,6 @@ class RunConsole:
             self._print(Text(f"{elapsed:>12}  {text}", "dim"))
 
     def note(self, text: str) -> None:
-        """Print a fact about the run."""
         self._print(Text(text))
 
     def resume(self, step: int, first_accuracy: float | None = None) -> None:
@@ -86,7 +85,6 @@ class RunConsole:
             self._progress.reset(self._task, completed=step, total=self._config.steps, start=True)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Print the metrics of a step that were measured, in one line."""
         line = step_line(step, self._config.steps, metrics).append(self._time_left(step, metrics), "dim")
         if self._terminal:
             line.truncate(self._console.width, overflow="ellipsis")

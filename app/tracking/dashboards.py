@@ -74,22 +74,16 @@ def grouped(metrics: Mapping[str, float | None]) -> dict[str, float]:
 
 
 class Progress:
-    """`tracking/<dashboard>.json`: the dashboard's run id and the last step that it confirmed, for resumed runs.
-
-    Attributes:
-        run_id: The run id of the earlier attempt; None for a new run.
-        last_step: The last step that the dashboard has from earlier attempts; -1 if there is none.
-    """
+    """`tracking/<dashboard>.json`: the dashboard's run id and the last step that it confirmed, for resumed runs."""
 
     def __init__(self, options: DashboardOptions) -> None:
         self._path = options.folder.with_suffix(".json")
         resumed = options.resumed_at is not None and self._path.exists()
         self._content = json.loads(self._path.read_text(encoding="utf-8")) if resumed else {}
-        self.run_id: str | None = self._content.get("run_id")
-        self.last_step = int(self._content.get("last_step", -1))
+        self.run_id: str | None = self._content.get("run_id")  # of the earlier attempt; None for a new run
+        self.last_step = int(self._content.get("last_step", -1))  # that the dashboard has from earlier attempts
 
     def opened(self, run_id: str) -> None:
-        """Save the dashboard's run id."""
         self._write(run_id=run_id)
 
     def confirm(self, step: int) -> None:
@@ -103,12 +97,7 @@ class Progress:
 
 
 def open_dashboard(name: str, options: DashboardOptions) -> Any:
-    """Import the package of a dashboard and open a run in it. It has the methods of `require_trackers`.
-
-    Raises:
-        LoadError: There is no such tracker.
-        Exception: Whatever the package raises.
-    """
+    """Import a dashboard's package and open a run in it. Raises `LoadError`, and whatever the package raises."""
     if name in BUILT_IN:
         return resolve(BUILT_IN[name])(options)
     own = resolve(name)(options, **options.args)
@@ -141,8 +130,8 @@ def require_trackers(config: TrackingConfig) -> None:
 class DashboardWorker:
     """One dashboard's thread and queue.
 
-    The thread opens the dashboard, sends the queued messages, and closes the dashboard after `close_all`. If the
-    dashboard cannot be opened, all messages are discarded.
+    `log`, `alert` and `samples` queue a message; they return at once and never raise. The thread opens the dashboard,
+    sends the messages, and closes it after `close_all`. If it cannot be opened, all messages are discarded.
     """
 
     def __init__(self, name: str, options: DashboardOptions, capacity: int = QUEUE_CAPACITY) -> None:
@@ -159,15 +148,12 @@ class DashboardWorker:
         self._thread.start()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Queue the metrics of a step. Returns at once and never raises."""
         self._put("log", step, grouped(metrics))
 
     def alert(self, step: int, title: str, text: str) -> None:
-        """Queue an alarm. Returns at once and never raises."""
         self._put("alert", step, title, text)
 
     def samples(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Queue a table of trajectories. Returns at once and never raises."""
         self._put("samples", step, name, rows)
 
     def begin_close(self, status: str) -> None:

@@ -111,7 +111,6 @@ class RunFolderRecorder:
         return stop_reason(self.config.stop, self._summary.accuracies, step=step, last_step=self.config.steps)
 
     def status(self, text: str) -> None:
-        """Show and log the current activity between steps ("starting the engine")."""
         log.info(text)
         self._console.status(text)
 
@@ -123,19 +122,11 @@ class RunFolderRecorder:
         self._try(timeline.NAME, partial(self.timeline.write_if_due, self.folder))
 
     def log_eval(
-        self,
-        step: int,
-        results: Mapping[str, Metrics],
-        groups: Sequence[Group] = (),
-        decode: Decode | None = None,
+        self, step: int, results: Mapping[str, Metrics], groups: Sequence[Group] = (), decode: Decode | None = None
     ) -> None:
-        """Record an evaluation; its metrics join the step's line.
+        """Record an evaluation after `step` (0: before training); its metrics join the step's line.
 
-        Args:
-            step: The step that the evaluation follows; 0 is before training.
-            results: The metrics of each evaluation set.
-            groups: The sampled groups; some are written to `samples/eval_<step>.jsonl`.
-            decode: Converts prompt tokens to the question's text for the samples.
+        Some of the groups are written to `samples/eval_<step>.jsonl`; `decode` turns prompt tokens into text.
         """
         self.log_samples(step, groups, decode, kind="eval")
         metrics = evaluation_metrics(results)
@@ -148,10 +139,7 @@ class RunFolderRecorder:
     ) -> None:
         """Append the ids of a step's trained and filtered prompts to `prompts.jsonl`.
 
-        Args:
-            trained: Prompts that were trained on.
-            filtered: Prompts that were settled without being trained on.
-            unplayable: Those of `filtered` whose environments failed; the others had equal rewards.
+        `unplayable` are those of `filtered` whose environments failed; the others had equal rewards.
         """
         reasons = {"unplayable": [*unplayable]} if unplayable else {}
         line = {"step": step, "trained": [*trained], "filtered": [*filtered], **reasons}
@@ -210,8 +198,13 @@ class RunFolderRecorder:
         written = {"timeline": self.folder / timeline.NAME} if (self.folder / timeline.NAME).exists() else {}
         dashboards.close_all(self._dashboards or (), status.value, DASHBOARD_DEADLINE_S[status])
 
+        from app.tracking.report.page import NAME, unhealthy, write_report
+
         totals = {**self._summary.values, "total/seconds": self._summary.seconds}
-        self._console.end(status.value, totals, {**self._write_report(), **written, **self._kept})
+        report = self.folder / NAME
+        reported = self._try(NAME, partial(write_report, self.folder, report))
+        shown: dict[str, Path | str] = {**unhealthy(self.folder), "report": report} if reported else {}
+        self._console.end(status.value, totals, {**shown, **written, **self._kept})
         if unsaved is not None and status is Status.finished:
             raise unsaved
 
@@ -281,20 +274,9 @@ class RunFolderRecorder:
             args=tracking.args,
         )
 
-    def _write_report(self) -> dict[str, Path | str]:
-        from app.tracking.report.page import NAME, unhealthy, write_report
-
-        report = self.folder / NAME
-        if not self._try(NAME, partial(write_report, self.folder, report)):
-            return {}
-        return {**unhealthy(self.folder), "report": report}
-
 
 def evaluation_metrics(results: Mapping[str, Metrics]) -> dict[str, float]:
-    """Name the metrics of an evaluation.
-
-    One set gives `eval/<name>`. Several give `eval/<set>/<name>` and their mean accuracy as `eval/accuracy`.
-    """
+    """Name the metrics of one set `eval/<name>`; of several, `eval/<set>/<name>` and `eval/accuracy`, their mean."""
     if len(results) == 1:
         return {f"eval/{name}": value for metrics in results.values() for name, value in metrics.items()}
     named = {f"eval/{key}/{name}": value for key, metrics in results.items() for name, value in metrics.items()}

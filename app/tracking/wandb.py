@@ -71,7 +71,12 @@ class WeightsAndBiases:
             upload = f"wandb sync {options.folder}/offline-run-*"
             options.warn(f"wandb records this run offline: {one_line(error)} To upload it, run: {upload}")
             self._run = start(mode="offline")
-        _renew_media_folder()
+        # W&B's own folder for tables, made once for the process, went with an earlier job of a sweep.
+        with suppress(ImportError):  # W&B names it nowhere in public
+            from wandb.sdk.data_types._private import MEDIA_TMP
+
+            if not Path(MEDIA_TMP.name).exists():
+                MEDIA_TMP.name = tempfile.mkdtemp(prefix="wandb-media-")
         self._progress.opened(run_id)
         self._sent = -1  # the last step; lost if the helper process is killed before it has written it
         self._resumed_at = options.resumed_at
@@ -115,15 +120,6 @@ class WeightsAndBiases:
         wandb.teardown()  # the helper is of this run; the next run of this process (in a sweep) starts a new one
 
 
-def _renew_media_folder() -> None:
-    """Give W&B a folder for tables again: its own, made once for the process, went with an earlier job of a sweep."""
-    with suppress(ImportError):  # W&B names it nowhere in public
-        from wandb.sdk.data_types._private import MEDIA_TMP
-
-        if not Path(MEDIA_TMP.name).exists():
-            MEDIA_TMP.name = tempfile.mkdtemp(prefix="wandb-media-")
-
-
 def samples_table(rows: Sequence[Mapping[str, Any]]) -> Any:
     """Return a `wandb.Table` of sampled trajectories, with a column for each reward component."""
     import wandb
@@ -146,17 +142,17 @@ def abandon() -> None:
     for child in psutil.Process().children():
         if child.name().startswith(HELPER):
             child.kill()
+
     # A start whose helper is killed reports it to W&B, which waits for a lock that the start holds: the teardown would
     # wait for that lock, too.
-    teardown = threading.Thread(target=_teardown, name="wandb-teardown", daemon=True)
-    teardown.start()
-    teardown.join(TEARDOWN_TIMEOUT_S)
+    def teardown() -> None:
+        import wandb
 
+        try:
+            wandb.teardown()  # the next run of this process (in a sweep) starts a new helper
+        except OSError as error:
+            log.info("wandb's helper process was killed: %s", error)
 
-def _teardown() -> None:
-    import wandb
-
-    try:
-        wandb.teardown()  # the next run of this process (in a sweep) starts a new helper
-    except OSError as error:
-        log.info("wandb's helper process was killed: %s", error)
+    thread = threading.Thread(target=teardown, name="wandb-teardown", daemon=True)
+    thread.start()
+    thread.join(TEARDOWN_TIMEOUT_S)

@@ -1,6 +1,7 @@
 """Chat messages in one form, whether rows of data, an environment or a client of OpenAI's wrote them.
 
-    role                 one of ROLES; ShareGPT's `from` and `value` are read as role and content
+    role                 one of ROLES, and OpenAI's older `function`, which is `tool`; ShareGPT's `from` and `value` are
+                         read as role and content
     content              text; parts of text are joined
     reasoning_content    also from `reasoning` and `thinking`
     tool_calls           [{"type": "function", "function": {"name": …, "arguments": {…}}}]; JSON text is parsed
@@ -70,7 +71,9 @@ def normalized(
     Raises:
         WrongMessages: A message has another form or role.
     """
-    required = _required(tools) if padded else None
+    functions = [tool.get("function") or tool for tool in tools]
+    needs = {str(each.get("name")): (each.get("parameters") or {}).get("required") or () for each in functions}
+    required = needs if padded else None
     return tuple(_normalized(message, number, required) for number, message in enumerate(messages, start=1))
 
 
@@ -190,6 +193,7 @@ def _normalized(message: Any, number: int, required: Mapping[str, Sequence[str]]
     }
     if not isinstance(fields.get("role"), str):
         fields = _of_sharegpt(fields, number)
+    fields["role"] = "tool" if fields["role"] == "function" else fields["role"]
     if fields["role"] not in ROLES:
         raise WrongMessages(f"messages of the roles {', '.join(ROLES)}; message {number} is of {fields['role']}")
 
@@ -201,8 +205,11 @@ def _normalized(message: Any, number: int, required: Mapping[str, Sequence[str]]
     calls = fields.pop("tool_calls", None)
     if calls := calls or fields.pop("function_call", None):
         fields["tool_calls"] = _calls(calls, number, required)
-    if fields["role"] == REPLY and not all(_flag(value, name, number) for name, value in flags.items()):
-        fields["train"] = False
+    for name, value in flags.items() if fields["role"] == REPLY else ():
+        if value not in (0, 1):
+            raise WrongMessages(f"messages whose {name} is 0 or 1; that of message {number} is {value!r}")
+        if not value:
+            fields["train"] = False
     return fields
 
 
@@ -222,12 +229,6 @@ def _of_sharegpt(fields: Mapping[str, Any], number: int) -> dict[str, Any]:
         calls = of_json(text)
         return {"role": REPLY, "tool_calls": calls if isinstance(calls, list) else [calls], **others}
     return {"role": SHAREGPT[speaker], "content": text, **others}
-
-
-def _flag(value: Any, name: str, number: int) -> bool:
-    if value not in (0, 1):
-        raise WrongMessages(f"messages whose {name} is 0 or 1; that of message {number} is {value!r}")
-    return bool(value)
 
 
 def _text(message: Message, number: int) -> str:
@@ -269,9 +270,3 @@ def _calls(calls: Any, number: int, required: Mapping[str, Sequence[str]] | None
         function = {name: value for name, value in function.items() if value is not None}
         found.append({**call, "type": "function", "function": {**function, "arguments": arguments}})
     return found
-
-
-def _required(tools: Sequence[Mapping[str, Any]]) -> dict[str, Sequence[str]]:
-    """Return the arguments that tools require, by name."""
-    functions = [tool.get("function") or tool for tool in tools]
-    return {str(each.get("name")): (each.get("parameters") or {}).get("required") or () for each in functions}

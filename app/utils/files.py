@@ -46,11 +46,7 @@ def replace_file(path: Path, content: str | bytes, *, durable: bool = False) -> 
 
 
 def overwrite(path: Path, content: str) -> None:
-    """Replace a small file, on a full disk in place: it needs no more space than the file has.
-
-    Raises:
-        OSError: The disk is full, and the file does not exist or is not large enough. It is left as it was.
-    """
+    """Replace a small file, in place if the disk is full. Raises `OSError`, and keeps the file, if it does not fit."""
     try:
         replace_file(path, content)
     except OSError as error:

@@ -13,15 +13,15 @@ LIBRARIES = ("huggingface_hub", "datasets")  # log each retry of each file, twic
 
 @contextmanager
 def hub_client() -> Iterator[bool]:
-    """Use `huggingface_hub` and `datasets` in the block, quietly. If the hub does not answer, they use their caches.
+    """Use `huggingface_hub` and `datasets` quietly; yields whether the hub answers. If not, they use their caches."""
+    from huggingface_hub import constants
 
-    Yields:
-        Whether the hub answers.
-    """
     online = _answers()
     loggers = [logging.getLogger(name) for name in LIBRARIES]
     levels = [logger.level for logger in loggers]
-    switches = [] if online else _offline_switches()
+    # modules that hold a switch for offline mode, read at each request
+    modules = [constants, *filter(None, [sys.modules.get("datasets.config")])]
+    switches: list[Any] = [] if online else modules
     before = [switch.HF_HUB_OFFLINE for switch in switches]
 
     for logger in loggers:
@@ -61,11 +61,3 @@ def _answers() -> bool:
     except Exception:  # of the HTTP library, which differs between versions
         return False
     return True
-
-
-def _offline_switches() -> list[Any]:
-    """The modules that hold a switch, read at each request, for offline mode."""
-    from huggingface_hub import constants
-
-    loaded = sys.modules.get("datasets.config")
-    return [constants] if loaded is None else [constants, loaded]

@@ -14,11 +14,7 @@ def listen(host: str) -> socket.socket:
 def reserve_port(host: str, port: int = 0) -> socket.socket:
     """Keep a port (0: a free one) for a server that starts later, until the returned socket is closed.
 
-    The socket is bound and does not listen, so a server that sets SO_REUSEADDR can still listen there. No other
-    socket gets the port.
-
-    Raises:
-        OSError: Another socket has the port.
+    The socket is bound and does not listen: a server with SO_REUSEADDR can listen there, no other socket can.
     """
     reserved = socket.socket(_family(host))
     try:

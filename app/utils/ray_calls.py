@@ -43,18 +43,7 @@ async def reply(reference: Any) -> Any:
 def run_error(
     error: BaseException, who: str, call: str, *, failed: type[RunError], lost: type[RunError]
 ) -> BaseException:
-    """Convert the error of an actor's call.
-
-    Args:
-        error: What awaiting the reference raised.
-        who: The actor, for the sentence.
-        call: What it was called for.
-        failed: The type for an exception of the call, which becomes its cause.
-        lost: The type for an actor that died.
-
-    Returns:
-        A `RunError` of the actor itself as it is; `lost` or `failed` otherwise.
-    """
+    """Convert the error of a call: `lost` if the actor died, a `RunError` of its own as it is, else `failed`."""
     cause = error.cause if isinstance(error, RayTaskError) else error
     if isinstance(cause, RunError):
         return cause

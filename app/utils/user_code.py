@@ -52,15 +52,9 @@ def resolve(path: str) -> Callable[..., Any]:
 def require(
     key: str, path: str, accepted: str, attempt: Callable[[Any], str | None] = lambda found: None
 ) -> Callable[..., Any]:
-    """Import a function or class and try it. Both may hang, so they run in a thread of their own.
+    """Import a function or class and try it, in a thread of their own, since both may hang.
 
-    Args:
-        key: The setting that names it.
-        accepted: Completes "give …" if it cannot be used.
-        attempt: Returns a sentence on what is wrong with it, or raises anything.
-
-    Raises:
-        ConfigError: It cannot be imported within 60 s, or `attempt` fails.
+    `attempt` returns what is wrong with it, or raises. Raises `ConfigError` of `key`, which asks for `accepted`.
     """
     found: list[Any] = []
     problems: list[str | None] = []

@@ -16,7 +16,6 @@ import os
 import signal
 import socket
 import sys
-from typing import Any
 
 PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 MIN_PYTHON = (3, 11)
@@ -57,7 +56,7 @@ def serve(descriptor: int, parent: int, module: str) -> None:
 
     die_with_parent(parent)
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _leave_to_the_driver)
+        signal.signal(number, lambda *_: None)  # unlike an ignored signal, this is not inherited by a job's processes
     os.set_inheritable(descriptor, False)
     os.register_at_fork(after_in_child=lambda: os.close(descriptor))  # forked children must not inherit the pipe
     sys.path.insert(0, os.getcwd())  # only now, since it may have a folder named as this package
@@ -75,10 +74,6 @@ def serve(descriptor: int, parent: int, module: str) -> None:
         pipe.sendall(codec.encode(Ready(dict(handler.info))))
         handler.serve(pipe)
     os._exit(0)  # without waiting for threads and tasks of the handler, which may hang
-
-
-def _leave_to_the_driver(number: int, frame: Any) -> None:
-    """Do nothing. Unlike an ignored signal, this is not inherited by what a job starts."""
 
 
 if __name__ == "__main__":

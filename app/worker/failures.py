@@ -16,14 +16,9 @@ class FailureWindow:
     Args:
         phrase: For the error: `episodes failed in every attempt`.
         key: The setting of `max_fraction`. Its section is the prefix of the metrics.
-        max_fraction: Fraction of a window's units that may fail.
         window: Units per window: those of a step.
         consequence: A sentence for the warnings: what happens to a failed unit.
         kinds: Kinds of failures that have a metric before the first one.
-
-    Attributes:
-        by_kind: Failures so far, by kind; counted by the owner.
-        last: Cause of the last warning or failure, without a period; empty before the first.
     """
 
     def __init__(
@@ -37,10 +32,10 @@ class FailureWindow:
         warn: Callable[[str], None],
         kinds: Iterable[str] = (),
     ) -> None:
-        self.by_kind = Counter(dict.fromkeys(kinds, 0))
+        self.by_kind = Counter(dict.fromkeys(kinds, 0))  # counted by the owner
         self.failed = 0
         self.total = 0
-        self.last = ""
+        self.last = ""  # cause of the last warning or failure, without a period
         self._phrase = phrase
         self._key = key
         self._max_fraction = max_fraction
@@ -61,11 +56,7 @@ class FailureWindow:
             self._warn(f"{subject} failed{times}: {self.last}. {self._consequence}")
 
     def count(self, failure: str | None) -> None:
-        """Count a unit: why it failed, or None.
-
-        Raises:
-            RunError: The window now has more failures than allowed.
-        """
+        """Count a unit: why it failed, or None. Raises `RunError` if the window has more failures than allowed."""
         self.total += 1
         self._window_total += 1
         if failure is not None:

@@ -40,10 +40,7 @@ class Job:
         return self._ended.is_set()
 
     async def next(self) -> Any:
-        """Return the next request or the final message: the result, or Failed (of kind `aborted` after an abort).
-
-        Nothing follows the final message.
-        """
+        """Return the next request or the final message: the result, or Failed (of kind `aborted` after an abort)."""
         return await self._messages.get()
 
     def reply(self, request: Request, message: Any) -> None:
@@ -59,10 +56,9 @@ class Job:
             self._kill_worker(kind, text)
 
     async def close(self, *, force: bool = False) -> None:
-        """Abort the job unless it has ended, and wait until it has, or its worker is killed.
+        """Abort the job unless it has ended, and wait for that.
 
-        Args:
-            force: Kill the worker after some seconds if the job's code runs in a thread or blocks the event loop.
+        `force`: kill the worker after some seconds if the job's code runs in a thread or blocks the event loop.
         """
         if not self.ended and self.closing_s is None:
             self.closing_s = time.monotonic()

@@ -48,10 +48,7 @@ class WorkerPool:
     def start_workers(self) -> asyncio.Task[None]:
         """Start all workers in the background. Once this has failed, every `begin_job` raises.
 
-        The task raises:
-            LoadError: The handler refuses its settings; its own text.
-            OSError: A process cannot be started.
-            RunError: A worker died twice or took too long.
+        The task raises as `RemoteWorker.start`, with `RunError` if a worker died twice.
         """
         self._workers = [self._new_worker() for _ in range(self.workers)]
         return self._spawn(self._start_all())
@@ -69,11 +66,7 @@ class WorkerPool:
         return {**self.failures, "restarts": self.restarts}
 
     async def begin_job(self, payload: Any) -> Job:
-        """Begin a job in the least busy worker; waits for a free slot.
-
-        Raises:
-            RunError: The pool is closed, or a worker could not be replaced.
-        """
+        """Begin a job in the least busy worker, once one has room. Raises `RunError` if the pool is closed."""
         queue = self._waiting.append
         while (worker := self._free()) is None:
             while self._ended:
@@ -151,7 +144,6 @@ class WorkerPool:
         await self._start(await self._swap_in_successor(worker))
 
     async def _swap_in_successor(self, worker: RemoteWorker) -> RemoteWorker:
-        """Return the successor of a worker that has ended."""
         successor = self._new_worker()
         self._workers[self._workers.index(worker)] = successor
         self._replaced.add(worker)

@@ -19,14 +19,7 @@ SCRIPT = Path(__file__).with_name("__main__.py")
 
 
 def die_with_parent(parent: int) -> None:
-    """Make the kernel kill this process when the thread that started it ends (Linux only).
-
-    Args:
-        parent: The parent's process id, read before this process was started.
-
-    Raises:
-        SystemExit: The parent has ended already.
-    """
+    """Make the kernel kill this process when the thread that started it ends; exit if `parent` has ended already."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -44,30 +37,19 @@ class WorkerProcess:
     """A process group. Only `start` raises; everything else is idempotent.
 
     Lifecycle: start → kill → reap, or start → end.
-
-    Attributes:
-        handler: Module that it serves with.
-        python: Interpreter. None: ours, with our `sys.path`. Another one has the working directory and its own
-            packages.
-        log: File that its output is appended to (None: stderr).
     """
 
-    handler: str
-    python: str | None
-    log: Path | None
+    handler: str  # module that it serves with
+    python: str | None  # interpreter, with the working directory and its own packages; None: ours, with our `sys.path`
+    log: Path | None  # file that its output is appended to; None: stderr
     _process: subprocess.Popen[bytes] | None = None
 
     @property
     def pid(self) -> int | None:
-        """Process id; None before the start."""
         return None if self._process is None else self._process.pid
 
     def start(self) -> socket.socket:
-        """Start the process and return our end of its pipe.
-
-        Raises:
-            OSError: The interpreter cannot be run, or no descriptor or memory is left.
-        """
+        """Start the process and return our end of the pipe. Raises `OSError` without an interpreter or memory."""
         ours, its = socket.socketpair()
         with its:
             try:
@@ -96,12 +78,9 @@ class WorkerProcess:
         self._wait(KILL_TIMEOUT_S)
 
     def end(self) -> str:
-        """Kill what is left of a process that has ended or is about to.
+        """Kill what is left of a process that has ended or is about to: its children first, while its id is its own.
 
-        Its children are killed before it is reaped, while its id is its own.
-
-        Returns:
-            How it ended, for a sentence: ` (exit code 3)`, ` (signal 9)`, or nothing if that is not known.
+        Returns how it ended, for a sentence: ` (exit code 3)`, ` (signal 9)`, or nothing if that is not known.
         """
         self.kill()
         code = self._wait(EXIT_TIMEOUT_S)

@@ -35,27 +35,17 @@ class WorkerDied(RunError):
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """Settings of the workers of a pool.
+    """Settings of the workers of a pool."""
 
-    Attributes:
-        name: For messages: `the environment`.
-        handler: Module whose `load` takes the settings.
-        settings: JSON values.
-        codec: Of the handler's messages.
-        start_timeout_s: Until the handler is loaded, imports of custom code included.
-        python: Interpreter; None: ours.
-        log: File for its output (None: stderr).
-        step_timeout_s: Longest stretch of a job's own code. A worker that sends nothing for longer is killed. Infinite:
-            a worker does not beat, and the owner of its jobs has deadlines.
-    """
-
-    name: str
-    handler: str
-    settings: Mapping[str, Any]
-    codec: Codec
-    start_timeout_s: float
-    python: str | None = None
-    log: Path | None = None
+    name: str  # for messages: `the environment`
+    handler: str  # module whose `load` takes the settings
+    settings: Mapping[str, Any]  # JSON values
+    codec: Codec  # of the handler's messages
+    start_timeout_s: float  # until the handler is loaded, imports of custom code included
+    python: str | None = None  # interpreter; None: ours
+    log: Path | None = None  # file for its output; None: stderr
+    # Longest stretch of a job's own code: a worker that sends nothing for longer is killed. Infinite: a worker does not
+    # beat, and the owner of its jobs has deadlines.
     step_timeout_s: float = math.inf
 
 
@@ -72,25 +62,17 @@ class RemoteWorker:
     """One worker process. Used on one event loop, whose thread outlives it (`die_with_parent`).
 
     Lifecycle: start → begin* → end.
-
-    Attributes:
-        state: What it does.
-        loaded: It has loaded its handler.
-        info: What the handler reports about itself.
-        jobs: Those that run in it, by number.
-        problem: Why it ended.
-        cancelled: Its last jobs were to close at once, so that the run may not need a successor.
     """
 
     def __init__(
         self, spec: WorkerSpec, on_job_end: Callable[[Job], None], on_end: Callable[["RemoteWorker"], None]
     ) -> None:
         self.state = State.starting
-        self.loaded = False
-        self.info: Mapping[str, Any] = {}
-        self.jobs: dict[int, Job] = {}
-        self.problem = ""
-        self.cancelled = False
+        self.loaded = False  # it has loaded its handler
+        self.info: Mapping[str, Any] = {}  # that the handler reports about itself
+        self.jobs: dict[int, Job] = {}  # that run in it, by number
+        self.problem = ""  # why it ended
+        self.cancelled = False  # its last jobs were to close at once: the run may need no successor
         self._spec = spec
         self._on_job_end = on_job_end
         self._on_end = on_end
@@ -159,12 +141,7 @@ class RemoteWorker:
             self.end("late", "an aborted job did not end")
 
     def end(self, kind: str, text: str) -> None:
-        """Kill the process and its children. Its jobs end as Failed.
-
-        Args:
-            kind: Of the failure of the jobs whose own code was running. The others are `lost`.
-            text: Why, as a sentence without its period.
-        """
+        """Kill the process and its children. Jobs whose own code was running fail as `kind`, the others are `lost`."""
         if self.state is State.ended:
             return
         blamed = self._jobs_at_fault(kind)

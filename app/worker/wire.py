@@ -111,16 +111,11 @@ class Codec:
     def encode(self, message: Any) -> bytes:
         name = type(message).__name__.lower()
         first, *others = self._fields[name]
-        values = {name: getattr(message, first)}
-        values.update((other, getattr(message, other)) for other in others)
+        values = {name: getattr(message, first), **{other: getattr(message, other) for other in others}}
         return json.dumps(values, separators=(",", ":"), default=_plain).encode() + b"\n"
 
     def decode(self, line: bytes) -> Any:
-        """Inverse of `encode`.
-
-        Raises:
-            WireError: The line is not a message.
-        """
+        """Inverse of `encode`. Raises `WireError` if the line is not a message."""
         try:
             values = json.loads(line)
             name = next(iter(values))
@@ -138,16 +133,11 @@ def _plain(value: Any) -> Any:
 
 @dataclass(eq=False)
 class LineProtocol(asyncio.Protocol):
-    """One end of the pipe, on an event loop.
-
-    Args:
-        receive: Called with each message.
-        ended: Called once when the other end is gone (None), or with what is wrong with a line.
-    """
+    """One end of the pipe, on an event loop."""
 
     codec: Codec
-    receive: Callable[[Any], None]
-    ended: Callable[[WireError | None], None]
+    receive: Callable[[Any], None]  # called with each message
+    ended: Callable[[WireError | None], None]  # called once: the other end is gone (None), or a line is wrong
     _transport: asyncio.Transport | None = field(default=None, init=False)
     _pieces: list[bytes] = field(default_factory=list, init=False)
 

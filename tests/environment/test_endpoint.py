@@ -163,7 +163,7 @@ async def test_an_error_of_the_policy_is_not_repeated_either() -> None:
         ({"max_completion_tokens": 0}, "max_completion_tokens "),
         ({"tools": [{"type": "web_search"}]}, "tools must"),
         ({"messages": []}, "messages must"),
-        ({"messages": [{"role": "function", "content": "x"}]}, "message 1 is of function"),
+        ({"messages": [{"role": "narrator", "content": "x"}]}, "message 1 is of narrator"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "part of type image_url"),
     ],
 )

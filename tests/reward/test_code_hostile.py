@@ -143,8 +143,8 @@ def judge(patient: Judge) -> Judge:
 
 def returned(judge: Judge, program: str, argument: str = "") -> Any:
     """Return what `f(argument)` of a program returns."""
-    with judge.sandbox.started(program, 60.0) as started:
-        return json.loads(started.ask(f"'value', g['f']({argument!r})"))[1]
+    with judge.sandbox.started(program, 60.0) as ask:
+        return json.loads(ask(f"'value', g['f']({argument!r})"))[1]
 
 
 @pytest.fixture(autouse=True)

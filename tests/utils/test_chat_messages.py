@@ -66,6 +66,10 @@ def test_a_call_of_another_form_is_a_tool_call(message: dict[str, Any]) -> None:
     }
 
 
+def test_openais_older_role_function_is_tool() -> None:
+    assert only({"role": "function", "name": "f", "content": "3"}) == {"role": "tool", "name": "f", "content": "3"}
+
+
 def test_arguments_that_are_no_json_stay_text() -> None:
     call = {"function": {"name": "f", "arguments": "{city"}}
     assert only({"role": "assistant", "tool_calls": [call]})["tool_calls"][0]["function"]["arguments"] == "{city"

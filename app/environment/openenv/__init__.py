@@ -20,14 +20,7 @@ from functools import partial
 from http.client import HTTPException
 from typing import Any
 
-from app.environment.openenv.ws_session import (
-    ActionError,
-    Observation,
-    Server,
-    Session,
-    open_session,
-    read_action,
-)
+from app.environment.openenv.ws_session import ActionError, Observation, Server, Session, open_session, read_action
 from app.environment.protocol import EpisodeOver, Message, Policy, Reply, Task, Tool
 from app.environment.rendering import PLAIN, renderer_for
 from app.utils.user_code import LoadError
@@ -36,14 +29,7 @@ SCHEMA_S = 10.0  # for GET /schema
 
 
 def make(settings: Mapping[str, Any]) -> partial["OpenEnv"]:
-    """Fetch the server's schema; return the function that makes the environment of each episode.
-
-    Args:
-        settings: `url`, `args`, and of the run `limits` and `renderer`.
-
-    Raises:
-        LoadError: There is no OpenEnv server at the URL, or aiohttp is missing.
-    """
+    """Fetch the server's schema; return the function that makes an episode's environment. Raises `LoadError`."""
     try:
         import aiohttp  # noqa: F401
     except ImportError as error:
@@ -60,12 +46,7 @@ def make(settings: Mapping[str, Any]) -> partial["OpenEnv"]:
 
 
 class OpenEnv:
-    """The environment of one episode.
-
-    Args:
-        tools: The action as a tool; none for a policy whose template has no tools.
-        reset: `environment.args`.
-    """
+    """The environment of one episode. `tools`: the action as a tool, if the template has tools; `reset`: its args."""
 
     def __init__(
         self, server: Server, schema: Mapping[str, Any], tools: Sequence[Tool], reset: Mapping[str, Any]
@@ -76,11 +57,7 @@ class OpenEnv:
         self._reset = reset
 
     async def run(self, task: Task, policy: Policy) -> dict[str, float]:
-        """Play the episode; return the sum of its rewards, and the last one.
-
-        Raises:
-            EnvironmentFailed: The server fails, is gone, or has no free session for too long.
-        """
+        """Play the episode; return its sum of rewards, and the last. Raises `EnvironmentFailed` if the server fails."""
         reset = {"seed": task.seed, **task.row, **self._reset}
         async with open_session(self._server, reset) as (session, observation):
             rewards = [observation.reward]
@@ -126,7 +103,6 @@ def _messages(reply: Reply, observation: Observation) -> list[Message]:
 
 
 def _http_url(url: object) -> str:
-    """The URL of the server's HTTP side."""
     text = str(url or "").rstrip("/").removesuffix("/ws")
     scheme, found, rest = text.partition("://")
     if not found or not rest or scheme not in ("ws", "wss", "http", "https"):
@@ -135,11 +111,7 @@ def _http_url(url: object) -> str:
 
 
 def _action_schema(url: str, shown: str) -> dict[str, Any]:
-    """Return the schema of a server's actions, without what every action has. `shown`: its URL as it was written.
-
-    Raises:
-        LoadError: It does not answer, or is another kind of server.
-    """
+    """Return the schema of a server's actions. Raises `LoadError`, which names the URL as `shown`."""
     try:
         with urllib.request.urlopen(f"{url}/schema", timeout=SCHEMA_S) as answer:
             schema: dict[str, Any] = dict(json.load(answer)["action"])

@@ -90,7 +90,7 @@ async def open_session(server: Server, reset: Mapping[str, Any]) -> AsyncIterato
     """Open a session and reset it; wait for a free one."""
     import aiohttp
 
-    url = ws_url(server.url)
+    url = server.url.replace("http", "ws", 1) + "/ws"
     deadline = time.monotonic() + server.timeout_s * WAIT_FRACTION
     pause = PAUSES_S[0]
     async with aiohttp.ClientSession() as client:
@@ -107,7 +107,12 @@ async def open_session(server: Server, reset: Mapping[str, Any]) -> AsyncIterato
                 try:
                     observation = await session.ask("reset", reset)
                 except NoSession as full:
-                    _check_deadline(server, deadline, full)
+                    if time.monotonic() >= deadline:
+                        waited_s = server.timeout_s * WAIT_FRACTION
+                        raise EnvironmentFailed(
+                            f"the server at {server.url} had no free session for {waited_s:g} s: it holds {full}; let "
+                            "no more environment.episodes run at once, or raise the server's max_concurrent_envs"
+                        ) from full
                 else:
                     yield session, observation
                     with contextlib.suppress(ConnectionError):
@@ -115,20 +120,6 @@ async def open_session(server: Server, reset: Mapping[str, Any]) -> AsyncIterato
                     return
             await asyncio.sleep(pause)
             pause = min(2 * pause, PAUSES_S[1])
-
-
-def ws_url(url: str) -> str:
-    """Return the address of the sessions of a server, given its HTTP address."""
-    return url.replace("http", "ws", 1) + "/ws"
-
-
-def _check_deadline(server: Server, deadline: float, full: NoSession) -> None:
-    if time.monotonic() >= deadline:
-        waited_s = server.timeout_s * WAIT_FRACTION
-        raise EnvironmentFailed(
-            f"the server at {server.url} had no free session for {waited_s:g} s: it holds {full}; let no more "
-            f"environment.episodes run at once, or raise the server's max_concurrent_envs"
-        ) from full
 
 
 def _shown(observation: Mapping[str, Any]) -> str:
@@ -144,11 +135,7 @@ class ActionError(Exception):
 
 
 def read_action(reply: Reply, schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the action in a reply.
-
-    Raises:
-        ActionError: There is none that fits the schema.
-    """
+    """Return the action in a reply. Raises `ActionError` if there is none that fits the schema."""
     if len(reply.tool_calls) > 1:
         raise ActionError("there were several calls; act once")
     if reply.tool_calls:
@@ -157,8 +144,11 @@ def read_action(reply: Reply, schema: Mapping[str, Any]) -> dict[str, Any]:
             raise ActionError(call.status)
         action: object = dict(call.arguments)
     else:
+        text = reply.text.strip()
+        if text.startswith("```") and text.endswith("```"):
+            text = text.removesuffix("```").partition("\n")[2]
         try:
-            action = json.loads(_unfenced(reply.text))
+            action = json.loads(text)
         except (ValueError, RecursionError):
             raise ActionError("the reply is not a JSON object") from None
     if not isinstance(action, dict):
@@ -171,11 +161,3 @@ def read_action(reply: Reply, schema: Mapping[str, Any]) -> dict[str, Any]:
         return {**action, **checked({"function": {"parameters": schema}}, known)}
     except ValueError as error:
         raise ActionError(str(error)) from error
-
-
-def _unfenced(text: str) -> str:
-    """The text in a Markdown fence, if it is in one."""
-    text = text.strip()
-    if text.startswith("```") and text.endswith("```"):
-        return text.removesuffix("```").partition("\n")[2]
-    return text

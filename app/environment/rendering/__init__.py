@@ -29,18 +29,9 @@ def renderer_for(
     template: str | None = None,
     variables: str = "{}",
 ) -> Renderer:
-    """Load the renderer `name` with the tokenizer of a model directory. The same arguments give the same object.
+    """Load a renderer, see `RendererChoice`. The same arguments give the same object.
 
-    Args:
-        name: `PLAIN` or `CHAT`.
-        model_path: Directory with `tokenizer.json`.
-        thinking: Earlier reasoning at a new user message: "template" does as the template does, "keep" keeps it.
-        enable_thinking: The template's argument, which is `data.thinking`.
-        template: Text of a chat template in place of the model's own.
-        variables: Further arguments of the template, as JSON text.
-
-    Raises:
-        ValueError: One sentence: no tokenizer, a missing package, or an unusable template.
+    Raises `ValueError`, one sentence: no tokenizer, a missing package, or an unusable template.
     """
     if name == PLAIN:
         return PlainRenderer(Path(model_path))
@@ -64,7 +55,6 @@ class PlainRenderer:
         self._tokenizer = TokenizerFile(folder)
 
     def opening(self, messages: Sequence[Message], tools: Tools | None = None) -> list[int]:
-        """Return the prompt, with the special tokens that the tokenizer adds by default."""
         if tools:
             raise ValueError(
                 "data.template=plain has no tool calls: give data.template=chat and a model with a chat template."
@@ -74,7 +64,6 @@ class PlainRenderer:
     def following(
         self, token_ids: Sequence[int], messages: Sequence[Message], tools: Tools | None = None
     ) -> list[int] | None:
-        """Return the new messages' tokens, after the end-of-sequence token that a truncated reply lacks."""
         if any(message["role"] == "assistant" for message in messages):
             return None
 
@@ -85,12 +74,10 @@ class PlainRenderer:
         return close + tokenizer.encode(_text(messages))
 
     def parse(self, token_ids: Sequence[int], prompt_ids: Sequence[int] = (), tools: Tools | None = None) -> Reply:
-        """Return the reply's text without special tokens."""
         text = self._tokenizer.decode(token_ids, skip_special_tokens=True)
         return Reply(text, "", (), truncated=False, token_ids=tuple(token_ids))
 
     def read(self, token_ids: Sequence[int]) -> list[Message]:
-        """Return the text as one message of the user; there are no roles."""
         text = self._tokenizer.decode(token_ids, skip_special_tokens=True)
         return [{"role": "user", "content": text}] if text else []
 

@@ -26,25 +26,15 @@ SCRIPT: tuple[tuple[str, tuple[Message, ...], tuple[Message, ...], bool], ...] =
 
 
 def first_difference(renderer: ChatRenderer, tokenizer: Any, variables: Mapping[str, Any]) -> str | None:
-    """Compare a renderer with transformers on conversations of a system message, replies, tool calls and results.
+    """Compare a renderer with transformers on a few conversations; return the difference in words, or None.
 
-    What the template rejects is not compared: a run with such messages fails with an error naming the message.
-
-    Args:
-        variables: Of the template.
-
-    Returns:
-        What differs, in words; None if nothing does.
+    Conversations that the template rejects are not compared: a run with such messages fails and names the message.
     """
 
     def expected(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> list[int] | None:
         try:
             text = tokenizer.apply_chat_template(
-                list(messages),
-                tools=tools,
-                tokenize=False,
-                add_generation_prompt=True,
-                **variables,
+                list(messages), tools=tools, tokenize=False, add_generation_prompt=True, **variables
             )
         except Exception:  # the template is a program of the model's
             return None
@@ -71,14 +61,9 @@ def first_difference(renderer: ChatRenderer, tokenizer: Any, variables: Mapping[
 
 
 def other_end(tokenizer: Any, stops: Sequence[int], variables: Mapping[str, Any]) -> str | None:
-    """Return the special token with which a chat template ends a reply, if completions do not end with it; else None.
+    """Return the special token with which a chat template ends a reply, if it is not in `stops`; else None.
 
-    A template of single questions, which ends no reply with a token, has none.
-
-    Args:
-        tokenizer: Of transformers, with the template.
-        stops: Tokens that end a completion.
-        variables: Of the template.
+    A template of single questions ends no reply with a token.
     """
     try:
         text = tokenizer.apply_chat_template([QUESTION, REPLY, NEXT], tokenize=False, **variables)

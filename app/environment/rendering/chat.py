@@ -54,12 +54,7 @@ NO_REASONING = re.compile(r"</?think>")
 
 
 class ChatRenderer:
-    """Messages by a chat template.
-
-    Attributes:
-        tokenizer: Of the model.
-        tool_syntax: Name of the syntax in which the template writes tool calls; None if there is none.
-    """
+    """Messages by a chat template."""
 
     def __init__(
         self,
@@ -69,11 +64,7 @@ class ChatRenderer:
         template: str | None,
         variables: Mapping[str, Any] | None = None,
     ) -> None:
-        """Load the tokenizer and the template.
-
-        Raises:
-            ValueError: One of them cannot be read, or no token that ends a reply follows it in the template.
-        """
+        """Load tokenizer and template. Raises `ValueError` if one cannot be read, or no stop token follows a reply."""
         self.tokenizer = TokenizerFile(folder)
         self._template = ChatTemplate(folder, template, {"enable_thinking": enable_thinking, **(variables or {})})
         self._control = self.tokenizer.control_tokens
@@ -83,7 +74,6 @@ class ChatRenderer:
         self.after_reply([QUESTION], None)
 
     def opening(self, messages: Sequence[Message], tools: Tools | None = None) -> list[int]:
-        """Return the conversation by the template, up to the policy's reply."""
         if tools and self.tool_syntax is None:
             raise ValueError(
                 f"the chat template of {self.tokenizer.name_or_path} has no known syntax of tool calls: give a model "
@@ -95,7 +85,6 @@ class ChatRenderer:
     def following(
         self, token_ids: Sequence[int], messages: Sequence[Message], tools: Tools | None = None
     ) -> list[int] | None:
-        """Return the tokens after a sequence, or None where the template would rewrite it."""
         if any(message["role"] == "assistant" for message in messages):
             return None
         by_user = any(message["role"] == "user" for message in messages)
@@ -128,11 +117,11 @@ class ChatRenderer:
         return reply.strip() not in self._template.render([QUESTION, sampled, QUESTION if by_user else RESULT], tools)
 
     def parse(self, token_ids: Sequence[int], prompt_ids: Sequence[int] = (), tools: Tools | None = None) -> Reply:
-        """Return text, reasoning and tool calls of a reply; problems of a call stand in its status."""
         sampled = list(token_ids)
         content = sampled[:-1] if sampled and sampled[-1] in self.tokenizer.stop_ids else sampled
         try:
-            parsed = self._parse(content, tools=_dicts(tools), prompt_ids=list(prompt_ids))
+            declared = [dict(tool) for tool in tools] if tools else None
+            parsed = self._parse(content, tools=declared, prompt_ids=list(prompt_ids))
         except (ValueError, RecursionError):  # numbers of 5,000 digits, 10,000 brackets
             text = self.tokenizer.decode(sampled, skip_special_tokens=True)
             return Reply(text, "", (ToolCall("", {}, UNREADABLE),), truncated=False, token_ids=tuple(sampled))
@@ -142,7 +131,6 @@ class ChatRenderer:
         return Reply(parsed.content.strip(), reasoning, calls, truncated=False, token_ids=tuple(sampled))
 
     def read(self, token_ids: Sequence[int]) -> list[Message]:
-        """Return the messages between ChatML's markers; of another template, all of it as one message."""
         text = self.tokenizer.decode(token_ids)
         if self.tokenizer.convert_tokens_to_ids(START) is not None:
             return messages_in(text)
@@ -181,11 +169,7 @@ class ChatRenderer:
         )
 
     def after_reply(self, messages: Sequence[Message], tools: Tools | None) -> tuple[int, list[int]]:
-        """Return the token that ends a reply before these messages, and the tokens after it.
-
-        Raises:
-            ValueError: The template rejects the messages, leaves out the reply, or does not end it.
-        """
+        """Return the token that ends a reply, and the tokens after it. Raises `ValueError` if the template has none."""
         whole = self._template.render([QUESTION, ANSWER, *self._control.marked(messages)], tools)
         tail = encode_marked(whole.partition(MADE_UP)[2], self.tokenizer.encode)
         end = next((at for at, token in enumerate(tail) if token in self.tokenizer.stop_ids), len(tail))
@@ -202,14 +186,9 @@ class ChatRenderer:
         return tail[end], tail[end + 1 :]
 
     def _history(self, by_user: bool, with_tools: bool) -> tuple[bool, bool]:
-        """Return what such messages do to the conversation before them.
+        """Return what messages, one of them the user's or only results of tools, do to the conversation before them.
 
-        Args:
-            by_user: Whether there is one of the user among them; else they are results of tools.
-
-        Returns:
-            Whether the template writes a question and the reply to it as without them; whether it leaves out the
-            reasoning of that reply.
+        Whether the template writes a question and its reply as without them, and whether it leaves out the reasoning.
         """
         if (by_user, with_tools) not in self._histories:
             tools = [reply_parser.TOOL] if with_tools else None
@@ -219,10 +198,6 @@ class ChatRenderer:
             strips = not any(THOUGHT in self._template.render([QUESTION, each, follows], tools) for each in THOUGHTS)
             self._histories[by_user, with_tools] = whole.startswith(opening), strips
         return self._histories[by_user, with_tools]
-
-
-def _dicts(tools: Tools | None) -> list[dict[str, Any]] | None:
-    return [dict(tool) for tool in tools] if tools else None
 
 
 def _tool_call(call: Any, index: int, tools: Tools | None) -> ToolCall:

@@ -17,15 +17,7 @@ class ChatTemplate:
     """A compiled template with the variables that transformers gives to it."""
 
     def __init__(self, folder: Path, source: str | None, variables: Mapping[str, Any]) -> None:
-        """Compile a template.
-
-        Args:
-            source: Text of a template to use in place of the model's own.
-            variables: Arguments of the template, such as `enable_thinking`.
-
-        Raises:
-            ValueError: There is none, or it is not valid Jinja.
-        """
+        """Compile the template `source`, or the model's own. Raises `ValueError` without a valid one."""
         source = template_of(folder) if source is None else source
         if source is None:
             raise ValueError(f"{folder} has no chat template: give model.chat_template, or data.template=plain.")
@@ -42,15 +34,7 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None, *, prompt: bool = True
     ) -> str:
-        """Return a conversation as text.
-
-        Args:
-            messages: The whole conversation.
-            prompt: Whether the text ends with the prompt for a reply.
-
-        Raises:
-            ValueError: The template rejects the messages.
-        """
+        """Return a conversation as text, up to a reply with `prompt`. Raises `ValueError` if it is rejected."""
         try:
             text: str = self._template.render(
                 messages=for_template(messages), tools=tools or None, add_generation_prompt=prompt, **self._variables
@@ -89,21 +73,14 @@ def _environment() -> Any:
     environment = sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
     )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _reject
+
+    def reject(message: str) -> NoReturn:
+        raise jinja2.TemplateError(message)
+
+    def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = reject
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _reject(message: str) -> NoReturn:
-    raise import_package("jinja2").TemplateError(message)

@@ -45,15 +45,9 @@ Parse = Callable[..., Any]
 def tool_parser(
     tokenizer: TokenizerFile, prompt_ids: Sequence[int], call: Sequence[int], thinking: bool
 ) -> tuple[str, Parse] | None:
-    """Return the name of the syntax in which a template writes tool calls, and its parser.
+    """Return the name of the syntax in which a template writes tool calls, and its parser; None if none reads them.
 
-    Args:
-        prompt_ids: A question with `TOOL`.
-        call: The reply to it with `CALL`, as the template writes it.
-        thinking: Whether the template's thinking mode is on.
-
-    Returns:
-        None if no parser reads the call.
+    `prompt_ids` are a question with `TOOL`, and `call` the reply to it with `CALL`, as the template writes it.
     """
     for name in RENDERERS:
         parse = _typed(name, tokenizer, thinking)

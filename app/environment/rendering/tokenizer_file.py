@@ -11,11 +11,7 @@ from app.utils.chat_messages import ControlTokens
 
 
 def import_package(name: str) -> Any:
-    """Import a package of the worker's interpreter.
-
-    Raises:
-        ValueError: It is missing; the sentence names the interpreter.
-    """
+    """Import a package of the worker's interpreter. Raises `ValueError`, which names the interpreter."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -27,21 +23,12 @@ def import_package(name: str) -> Any:
 
 
 class TokenizerFile:
-    """A tokenizer with the methods that the `renderers` package asks for.
-
-    Attributes:
-        backend: The `tokenizers.Tokenizer`.
-        stop_ids: Tokens that end a reply, those of the model's configuration.
-    """
+    """A tokenizer with the methods that the `renderers` package asks for. `backend`: the `tokenizers.Tokenizer`."""
 
     unk_token_id: int | None = None  # `convert_tokens_to_ids` returns None for what is missing
 
     def __init__(self, folder: Path) -> None:
-        """Load a tokenizer.
-
-        Raises:
-            ValueError: There is no readable `tokenizer.json`, or `tokenizers` is missing.
-        """
+        """Load a tokenizer. Raises `ValueError` if `tokenizer.json` cannot be read, or `tokenizers` is missing."""
         tokenizers = import_package("tokenizers")
         path = folder / "tokenizer.json"
         if not path.is_file():
@@ -56,15 +43,16 @@ class TokenizerFile:
 
         self.name_or_path = str(folder)
         self.stop_ids = frozenset(stop_ids(folder))
-        self.eos_token_id = _end_of_text(folder, self)
+        end_of_text = token_text(read_json(folder / "tokenizer_config.json").get("eos_token"))
+        self.eos_token_id = None if end_of_text is None else self.convert_tokens_to_ids(end_of_text)
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """Return the ids of `text`: [N]. A lone surrogate, which has no bytes, becomes a question mark."""
-        ids: list[int] = self.backend.encode(_readable(text), add_special_tokens=add_special_tokens).ids
+        readable = text.encode("utf-8", "replace").decode("utf-8")  # the same number of characters
+        ids: list[int] = self.backend.encode(readable, add_special_tokens=add_special_tokens).ids
         return ids
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = False) -> str:
-        """Return the text of `token_ids`."""
         text: str = self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
 
@@ -74,14 +62,8 @@ class TokenizerFile:
         return ControlTokens.of(self.backend.get_added_tokens_decoder(), self.encode, self.decode)
 
     def convert_tokens_to_ids(self, token: str) -> int | None:
-        """Return a token's id, or None if the vocabulary lacks it."""
         index: int | None = self.backend.token_to_id(token)
         return index
-
-
-def _readable(text: str) -> str:
-    """The text without lone surrogates: the same number of characters."""
-    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -99,11 +81,6 @@ def token_text(declared: Any) -> str | None:
     """Return the text of a special token as a model directory declares it: text, or an object with `content`."""
     text = declared.get("content") if isinstance(declared, dict) else declared
     return text if isinstance(text, str) else None
-
-
-def _end_of_text(folder: Path, tokenizer: TokenizerFile) -> int | None:
-    token = token_text(read_json(folder / "tokenizer_config.json").get("eos_token"))
-    return None if token is None else tokenizer.convert_tokens_to_ids(token)
 
 
 def stop_ids(folder: Path) -> list[int]:

@@ -23,14 +23,9 @@ PINS = "verifiers 0.4.x"
 
 
 def make(settings: Mapping[str, Any]) -> Host:
-    """Load an environment, which plays all episodes of a worker.
+    """Load the environment `id`, which plays all episodes of a worker. Raises `LoadError` if it cannot be used.
 
-    Args:
-        settings: `id`, the module to import; `args`; `renderer` and `limits` of the run; `list_tasks`, whether
-            `info` is to have all tasks as `rows` of index, id, question and answer.
-
-    Raises:
-        LoadError: It cannot be used in this interpreter.
+    With `list_tasks`, its `info` has all tasks as `rows` of index, id, question and answer.
     """
     try:
         version = importlib.metadata.version("verifiers")
@@ -44,7 +39,9 @@ def make(settings: Mapping[str, Any]) -> Host:
     if tasks is not None and (type(tasks) is not int or tasks < 1):
         raise LoadError(f"environment.args.tasks={json.dumps(tasks)} is not a number of tasks")
 
-    _find_programs()
+    folder, path = os.path.dirname(sys.executable), os.environ.get("PATH", "")
+    if folder not in path.split(os.pathsep):  # programs that are installed beside this interpreter, such as uv
+        os.environ["PATH"] = os.pathsep.join([folder, path])
     choice = settings["renderer"]
     renderer = own_renderer(choice)
     host = Host(str(settings["id"]), args, tasks, settings["limits"]["max_turns"], str(choice["model_path"]), renderer)
@@ -53,11 +50,3 @@ def make(settings: Mapping[str, Any]) -> Host:
         raise LoadError(f"{settings['id']} has no tasks")
     host.info = {"tasks": len(rows)} | ({"rows": rows} if settings.get("list_tasks") else {})
     return host
-
-
-def _find_programs() -> None:
-    """Let environments find the programs that are installed beside this interpreter, such as uv."""
-    folder = os.path.dirname(sys.executable)
-    path = os.environ.get("PATH", "")
-    if folder not in path.split(os.pathsep):
-        os.environ["PATH"] = os.pathsep.join([folder, path])

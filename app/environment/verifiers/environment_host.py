@@ -26,13 +26,7 @@ API_KEY = "POSTTRAIN_NO_KEY"  # an environment variable that is never set: the e
 def own_renderer(choice: Mapping[str, Any]) -> Any:
     """Return the configuration of the `renderers` package that renders as the model's chat template does.
 
-    verifiers renders by that package, which holds the templates of families.
-
-    Args:
-        choice: Arguments of `renderer_for`.
-
-    Raises:
-        LoadError: There is none.
+    verifiers renders by that package, which holds the templates of families. Raises `LoadError` if none does.
     """
     ours = renderer_for(**choice)
     if isinstance(ours, ChatRenderer) and ours.tool_syntax in RENDERERS:
@@ -88,26 +82,13 @@ class UntrainedPolicy:
 class Host:
     """A loaded environment, which plays all episodes of a worker.
 
-    What an episode holds, verifiers frees when it ends or is cancelled.
-
-    Attributes:
-        info: For the driver.
+    verifiers frees what an episode holds when it ends or is cancelled.
     """
 
     def __init__(
         self, package: str, args: Mapping[str, Any], tasks: int | None, max_turns: int, model_path: str, renderer: Any
     ) -> None:
-        """Load the environment and its tasks.
-
-        Args:
-            package: `environment.id`.
-            args: `environment.args`, without `tasks`.
-            tasks: The first ones only; None: all.
-            max_turns: Of an agent.
-
-        Raises:
-            LoadError: There is no such package, or its tasks have no end.
-        """
+        """Load the environment and its first `tasks`. Raises `LoadError` for no such package, or tasks without end."""
         from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
         taskset = {**args.get("taskset", {}), "id": package}
@@ -117,7 +98,7 @@ class Host:
             missing = error.name or str(error).partition(". ")[0]
             raise LoadError(f"environment.id={package} is not installed ({missing})") from error
 
-        self.info: Mapping[str, Any] = {}
+        self.info: Mapping[str, Any] = {}  # for the driver
         self._model_path = model_path
         self._renderer = renderer
         self._env = load_environment(_with_our_limits(config, args, max_turns))
@@ -145,12 +126,7 @@ class Host:
         return self
 
     async def run(self, task: Task, policy: Policy) -> dict[str, float]:
-        """Play an episode and return its scores, the reward first.
-
-        Raises:
-            EpisodeOver: It ran into a limit that its package does not handle.
-            EnvironmentFailed: The package reports another error.
-        """
+        """Play an episode; return its scores, the reward first. Raises `EpisodeOver` or `EnvironmentFailed`."""
         from verifiers.v1.clients import ModelContext, TrainClientConfig
 
         endpoint = await self._start()
@@ -212,7 +188,6 @@ def _with_our_limits(config: Any, args: Mapping[str, Any], max_turns: int) -> An
 
 
 def _error_of(episode: Any) -> str:
-    """Return what went wrong in an episode, in one line."""
     errors = [*episode.errors, *(trace.last_error for trace in episode.traces if trace.last_error)]
     if not errors:
         return "verifiers reports no error and no result"
@@ -221,11 +196,7 @@ def _error_of(episode: Any) -> str:
 
 
 def _scores(episode: Any) -> dict[str, float]:
-    """Return the reward, then its parts and the metrics; several runs of one agent count by their mean.
-
-    Raises:
-        EnvironmentFailed: Several agents are trained, each with a reward of its own.
-    """
+    """Return the reward, its parts and the metrics, averaged over the runs of the one agent that is trained."""
     traces = [trace for trace in episode.traces if trace.agent.trainable]
     agents = sorted({trace.agent.name or "agent" for trace in traces})
     if len(agents) != 1:
@@ -237,16 +208,11 @@ def _scores(episode: Any) -> dict[str, float]:
 
     values: dict[str, list[float]] = {"reward": [trace.reward for trace in traces]}
     for trace in traces:
-        for name, reward in trace.rewards.items():
-            _add(values, name, reward and reward.score)
-        for name, metric in trace.metrics.items():
-            _add(values, name, metric)
+        parts = [(name, reward and reward.score) for name, reward in trace.rewards.items()]
+        for name, value in (*parts, *trace.metrics.items()):
+            if value is not None and name != "reward":
+                values.setdefault(name, []).append(float(value))
     return {name: sum(each) / len(each) for name, each in values.items()}
-
-
-def _add(values: dict[str, list[float]], name: str, value: Any) -> None:
-    if value is not None and name != "reward":
-        values.setdefault(name, []).append(float(value))
 
 
 def question_of(messages: object) -> str:

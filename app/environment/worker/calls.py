@@ -30,15 +30,10 @@ class Calls:
 
     @property
     def busy(self) -> bool:
-        """Whether a synchronous method runs."""
         return self._last is not None and not self._last.done()
 
     async def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Return what a plain or async function returns.
-
-        Raises:
-            Exited: It raised something that is not an `Exception`.
-        """
+        """Return what a plain or async function returns. Raises `Exited` if it raised another `BaseException`."""
         try:
             if inspect.iscoroutinefunction(function):
                 return await function(*args)
@@ -65,7 +60,6 @@ class Calls:
         self._last = None
 
     def end(self) -> None:
-        """Let the thread end after what it runs."""
         if self._thread is not None:
             self._thread.shutdown(wait=False)
             self._thread = None
@@ -84,10 +78,7 @@ def _result_or_error(function: Callable[..., Any], *args: Any) -> tuple[Any, Bas
 class Clock:
     """Measures an episode's time in its environment's own code, without waiting for engines.
 
-    A segment is the time between two requests to the policy.
-
-    Args:
-        timeout_s: Limit of one segment, or of one call of `begin`, `step` or `score`.
+    `timeout_s` limits a segment, which is the time between two requests to the policy, or a call of a method.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -98,7 +89,6 @@ class Clock:
         self._requests = 0  # in flight; while there are any, the episode waits
 
     def begin(self, step: str) -> None:
-        """Begin a segment of its own."""
         self._before = self.seconds
         self._since = time.monotonic()
         self.step = step

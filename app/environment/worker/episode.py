@@ -54,12 +54,7 @@ class Framing:
 
 
 class Episode:
-    """Plays one episode.
-
-    Args:
-        ask: Generates a continuation.
-        url: Returns the base URL of an episode's policy.
-    """
+    """Plays one episode. `ask` generates a continuation; `url` returns the base URL of an episode's policy."""
 
     def __init__(
         self,
@@ -90,7 +85,6 @@ class Episode:
         self._aborted.set()
 
     async def play(self) -> End | Failed | Closed:
-        """Run the episode to its end."""
         if self._aborted.is_set():
             return Closed(self.number)
         running = asyncio.ensure_future(self._run())
@@ -152,7 +146,11 @@ class Episode:
         await self._call(self._construct)
         run = getattr(self._environment, "run", None)
         if run is None:
-            self._check()
+            try:
+                check_methods(self._environment)
+            except LoadError as error:
+                made = f"the environment that was made is {short(self._environment)}"
+                raise WrongValue(f"{made}: {error}") from error
             run = partial(run_steps, self._environment, self._call)
 
         self._clock.begin("run")
@@ -170,12 +168,6 @@ class Episode:
         own_metrics = getattr(self._environment, "metrics", None) or {}
         metrics = {**self.policy.metrics, **scores_of(own_metrics), "seconds": self._clock.seconds}
         return End(self.number, scores_of(value), ending, self.policy.turns, self.policy.text, metrics)
-
-    def _check(self) -> None:
-        try:
-            check_methods(self._environment)
-        except LoadError as error:
-            raise WrongValue(f"the environment that was made is {short(self._environment)}: {error}") from error
 
     def _construct(self) -> None:
         """Make the environment, in its thread: it is closed even if the episode has been aborted by then."""

@@ -122,7 +122,6 @@ class EnvironmentHandler:
         self._lines.send(outcome)
 
     def _endpoint(self) -> Any:
-        """Return the HTTP server of this worker's episodes."""
         if self._server is None:
             self._server = importlib.import_module(ENDPOINT).Endpoint(asyncio.get_running_loop(), log)
         return self._server
@@ -142,12 +141,7 @@ class EnvironmentHandler:
 def _load_environment(settings: Mapping[str, Any]) -> Make:
     """Return the function that makes environments of this kind, from its module's `make`.
 
-    Args:
-        settings: Of the worker. `make` gets them with those of `environment` beside them. The attribute `info` of
-            what it returns, if there is one, goes to the driver.
-
-    Raises:
-        LoadError: It cannot be loaded. The message is a sentence.
+    The attribute `info` of that function, if there is one, goes to the driver. Raises `LoadError`, a sentence.
     """
     environment = settings["environment"]
     kind = environment["kind"]
@@ -179,11 +173,7 @@ def _load_renderer(choice: Mapping[str, Any]) -> Renderer:
 
 
 def _limit_memory(gib: float) -> None:
-    """Limit the data of this process and of each child, without what is only reserved.
-
-    Raises:
-        LoadError: This process has more already. The message is a sentence.
-    """
+    """Limit the data of this process and of each child, without what is only reserved. Raises `LoadError`."""
     status = Path("/proc/self/status").read_text(encoding="utf-8")
     allocated = int(status.partition("VmData:")[2].split()[0]) << 10
     if allocated > gib * GIB:

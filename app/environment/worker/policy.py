@@ -28,7 +28,6 @@ from app.environment.wire import Answer, Limits
 from app.environment.worker.calls import Clock
 from app.environment.worker.sequences import (
     Continuation,
-    Conversation,
     EpisodeSequences,
     OpenSequence,
     ReplyEnd,
@@ -42,14 +41,9 @@ AskEngine = Callable[[int, Sequence[int], int | None, bool], Awaitable[Answer]]
 
 
 class EpisodePolicy:
-    """`protocol.Policy` of one episode.
+    """`protocol.Policy` of one episode. `opening`: messages of the data set's prompt, of which `prompt` has the tokens.
 
-    Args:
-        ask: Samples from an engine.
-        opening: Messages of the data set's prompt.
-        prompt: Their token ids.
-        clock: Measures the environment's own time.
-        url: Opens an endpoint for OpenAI clients; returns its base URL.
+    `ask` samples from an engine; `url` opens an endpoint for OpenAI clients and returns its base URL.
     """
 
     def __init__(
@@ -86,7 +80,6 @@ class EpisodePolicy:
 
     @property
     def turns(self) -> list[dict[str, Any]]:
-        """The turns as text: role, text, tokens and seconds."""
         return self._transcript.turns
 
     async def __call__(
@@ -95,7 +88,14 @@ class EpisodePolicy:
         self._check_limits(max_tokens)
         messages = None if messages is None else normalized(messages)
         conversation = conversation_key(messages, tools)
-        continuation, new = self._continuation(messages, conversation, tools)
+        if messages is None:  # as the driver rendered it, without tools
+            rendered = None if tools else self._sequences.new(self._prompt)
+            continuation = rendered or self._sequences.continuation((), conversation, tools)[0]
+            new = self._opening
+        elif not messages:
+            raise ValueError("a conversation has at least one message; None stands for the data set's prompt")
+        else:
+            continuation, new = self._sequences.continuation(messages, conversation, tools)
         self._transcript.add_messages(new, len(continuation.append))
 
         started = time.monotonic()
@@ -142,7 +142,6 @@ class EpisodePolicy:
             task.cancel()
 
     def _check_limits(self, max_tokens: int | None) -> None:
-        """Raise `EpisodeOver` where the episode has reached a limit."""
         if max_tokens is not None and max_tokens < 1:
             raise ValueError(f"max_tokens={max_tokens} is not accepted: give at least 1")
         if self._closed:
@@ -156,26 +155,10 @@ class EpisodePolicy:
         self.ending = reason.ending
         return reason
 
-    def _continuation(
-        self, messages: Sequence[Message] | None, conversation: Conversation, tools: Sequence[Tool] | None
-    ) -> tuple[Continuation, Sequence[Message]]:
-        """Return where a conversation continues, and its messages that are new there."""
-        if messages is None and not tools:
-            return self._sequences.new(self._prompt), self._opening  # as the driver rendered it
-        if messages is None:
-            return self._sequences.continuation((), conversation, tools)[0], self._opening
-        if not messages:
-            raise ValueError("a conversation has at least one message; None stands for the data set's prompt")
-        return self._sequences.continuation(messages, conversation, tools)
-
     async def _sample(
         self, continuation: Continuation, sequence: OpenSequence, max_tokens: int | None, logprobs: bool
     ) -> Answer:
-        """Sample from an engine, after the appended tokens.
-
-        Raises:
-            OutOfTokens: There was no room for another token.
-        """
+        """Sample from an engine after the appended tokens. Raises `OutOfTokens` without room for another token."""
         self._requests_sent += 1
         self.count("observation_tokens", continuation.observed)
 
@@ -204,7 +187,7 @@ class EpisodePolicy:
         self.truncated = reply.truncated
         self.count("tool_calls", len(reply.tool_calls))
         self.count("tool_failures", sum(not call.ok for call in reply.tool_calls))
-        self._transcript.add_reply(reply, seconds)
+        self._transcript.add("assistant", readable(reply), len(reply.token_ids), seconds)
         return reply
 
 
@@ -218,37 +201,23 @@ async def _extend(sequence: OpenSequence, request: Awaitable[Answer]) -> Answer:
 
 
 class Transcript:
-    """The turns of one episode.
-
-    Args:
-        clock: Measures the environment's own time.
-
-    Attributes:
-        turns: role, text, tokens and seconds, in order.
-    """
+    """The turns of one episode."""
 
     def __init__(self, clock: Clock) -> None:
-        self.turns: list[dict[str, Any]] = []
+        self.turns: list[dict[str, Any]] = []  # role, text, tokens and seconds
         self._clock = clock
         self._noted_s = 0.0  # the environment's own seconds that are in `turns`
 
     def add_messages(self, messages: Sequence[Message], tokens: int) -> None:
         """Add what the policy reads. The tokens and seconds are of all of it: the last message has them."""
-        if not messages:
-            return
-        seconds = self._clock.seconds - self._noted_s
-        self._noted_s += seconds
+        for message in messages:
+            self.add(str(message.get("role")), str(message.get("content") or ""), 0, 0.0)
+        if messages:
+            seconds = self._clock.seconds - self._noted_s
+            self._noted_s += seconds
+            self.turns[-1] |= {"tokens": tokens, "seconds": seconds}
 
-        for message in messages[:-1]:
-            self._add(str(message.get("role")), str(message.get("content") or ""), 0, 0.0)
-        last = messages[-1]
-        self._add(str(last.get("role")), str(last.get("content") or ""), tokens, seconds)
-
-    def add_reply(self, reply: Reply, seconds: float) -> None:
-        """Add what the policy replied. `seconds`: of the engine."""
-        self._add("assistant", readable(reply), len(reply.token_ids), seconds)
-
-    def _add(self, role: str, text: str, tokens: int, seconds: float) -> None:
+    def add(self, role: str, text: str, tokens: int, seconds: float) -> None:
         self.turns.append({"role": role, "text": text, "tokens": tokens, "seconds": seconds})
 
 

@@ -51,18 +51,10 @@ class Continuation:
 
 
 class EpisodeSequences:
-    """The sequences of one episode.
-
-    Args:
-        max_observation_tokens: A longer observation is cut.
-        prompt: Messages of the data set's prompt, for which a conversation of None stands.
-
-    Attributes:
-        all: By number.
-    """
+    """The sequences of one episode. `prompt`: the data set's messages, for which a conversation of None stands."""
 
     def __init__(self, renderer: Renderer, max_observation_tokens: int, prompt: Sequence[Message]) -> None:
-        self.all: list[OpenSequence] = []
+        self.all: list[OpenSequence] = []  # by number
         self._renderer = renderer
         self._max_observation_tokens = max_observation_tokens
         self._prompt = prompt
@@ -71,11 +63,9 @@ class EpisodeSequences:
     def continuation(
         self, messages: Sequence[Message], conversation: Conversation, tools: Sequence[Tool] | None
     ) -> tuple[Continuation, Sequence[Message]]:
-        """Return where a conversation continues, and its messages that are new there.
+        """Return where a conversation of this key continues, and its messages that are new there.
 
-        Args:
-            messages: The whole conversation; of one that began with None what followed it, which may be nothing.
-            conversation: Its key.
+        `messages` are all of it; if it began with None, all that followed, which may be nothing.
         """
         for known in range(len(conversation) - 1, 1, -1):
             if ends := self._reply_ends.get(conversation[:known]):
@@ -95,7 +85,6 @@ class EpisodeSequences:
         return Continuation(best, token_ids[length:], len(token_ids) - length if length else 0)
 
     def new(self, token_ids: Sequence[int]) -> Continuation:
-        """Return the continuation of an opening that was rendered already."""
         return Continuation(len(self.all), list(token_ids), 0)
 
     def extend(self, continuation: Continuation) -> OpenSequence:
@@ -108,20 +97,17 @@ class EpisodeSequences:
         return sequence
 
     def remember(self, conversation: Conversation, reply: Reply, end: ReplyEnd) -> None:
-        """Note where a conversation and the reply to it end."""
         self._reply_ends.setdefault((*conversation, message_key(reply.message)), []).append(end)
 
     def _opening(
         self, messages: Sequence[Message], conversation: Conversation, tools: Sequence[Tool] | None
     ) -> Continuation:
         """Return the continuation of a conversation that continues none, or whose history the template rewrites."""
-        whole = [*self._prompt, *messages] if self._began_with_none(conversation) else messages
-        return self.new(self._renderer.opening(self._readable(whole), tools))
-
-    def _began_with_none(self, conversation: Conversation) -> bool:
-        """Whether a conversation is the data set's prompt, or begins with a reply to it, whatever its tools."""
+        # the data set's prompt stands before no messages, and before a reply to it, whatever the tools
         first = conversation[1:2]
-        return not first or any(known[1:] == first for known in self._reply_ends)
+        began_with_none = not first or any(known[1:] == first for known in self._reply_ends)
+        whole = [*self._prompt, *messages] if began_with_none else messages
+        return self.new(self._renderer.opening(self._readable(whole), tools))
 
     def _extendable(self, ends: Sequence[ReplyEnd], messages: Sequence[Message]) -> ReplyEnd:
         """Return the end of this conversation with the same reasoning: of the last reply, then of those before it.
@@ -150,7 +136,6 @@ class EpisodeSequences:
         return Continuation(len(self.all), [*before, *following], len(following))
 
     def _without_excess(self, messages: Sequence[Message]) -> list[Message]:
-        """Cut observations that have too many tokens."""
         cut: list[Message] = []
         for message in messages:
             content = message.get("content")
@@ -172,11 +157,7 @@ class EpisodeSequences:
 
 
 def conversation_key(messages: Sequence[Message] | None, tools: Sequence[Tool] | None) -> Conversation:
-    """Return a key that is equal for equivalent conversations; a prefix of it is the key of the conversation's start.
-
-    Args:
-        messages: In the form of `normalized`.
-    """
+    """Return a key of normalized messages, equal for equivalent ones; a prefix of it is the key of their start."""
     return (_json(list(tools or ())), *map(message_key, messages or ()))
 
 
@@ -186,13 +167,7 @@ def reasonings(messages: Sequence[Message]) -> tuple[str, ...]:
 
 
 def message_key(message: Message) -> str:
-    """Return a key that is equal for equivalent messages.
-
-    Clients drop the reasoning of earlier replies, and give calls other ids.
-
-    Args:
-        message: In the form of `normalized`.
-    """
+    """Return a key of a normalized message. Clients drop the reasoning of replies, and give calls other ids."""
     if message["role"] != "assistant":
         return _json(message)
     calls = [call["function"] for call in message.get("tool_calls") or ()]

@@ -75,7 +75,6 @@ class Comparison:
 
     @property
     def passed(self) -> bool:
-        """Whether the error is within its bound."""
         return math.isfinite(self.error) and self.error <= self.bound
 
 
@@ -236,7 +235,8 @@ def comparisons(outcome: Outcome, reference: Outcome, bounds: Bounds) -> list[Co
     sizes: dict[str, float] = defaultdict(float)  # and of the reference
     for name, expected in reference.gradients.items():
         actual = outcome.gradients.get(name)
-        layer = layer_of(name)
+        words = name.split(".")  # of `model.layers.3.mlp.up_proj.weight`: `layer 3`; outside of layers the module
+        layer = f"layer {words[words.index('layers') + 1]}" if "layers" in words else words[-2]
         errors[layer] += math.inf if actual is None else (actual - expected).double().square().sum().item()
         sizes[layer] += expected.double().square().sum().item()
 
@@ -244,12 +244,6 @@ def comparisons(outcome: Outcome, reference: Outcome, bounds: Bounds) -> list[Co
         relative = math.sqrt(error / (sizes[layer] or 1.0))
         lines.append(Comparison(f"gradient of {layer}", relative, bounds.gradient))
     return lines
-
-
-def layer_of(name: str) -> str:
-    """Map `model.layers.3.mlp.up_proj.weight` to `layer 3`; parameters outside the layers to their module's name."""
-    words = name.split(".")
-    return f"layer {words[words.index('layers') + 1]}" if "layers" in words else words[-2]
 
 
 def table(lines: list[Comparison], title: str, file: Path) -> str:

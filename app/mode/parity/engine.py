@@ -22,7 +22,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from app.config import RunConfig
@@ -68,22 +67,16 @@ class StderrRecorder:
     timeline: Timeline = field(default_factory=Timeline)
 
     def status(self, text: str) -> None:
-        """Show what the run is doing."""
         sys.stderr.write(f"{text} …\n")
 
     warn = status
 
     def note(self, text: str, facts: Mapping[str, str | int] | None = None) -> None:
-        """Show something to know about the run; there is no summary for the facts."""
         self.status(text)
 
 
 def sample(config: RunConfig, folder: Path, inputs: RunInputs) -> list[Sampled]:
-    """Start trainer and engines, sync each version, sample it, and shut down.
-
-    Raises:
-        RunError: They fail to start.
-    """
+    """Start trainer and engines, sync each version, sample it, and shut down. `RunError` if they do not start."""
     verified = deepcopy(config)
     verified.weight_sync.verify = Verify.always
     return asyncio.run(until_signal(_sample(verified, folder, inputs)))
@@ -154,22 +147,18 @@ class Versions:
             set_weights(self.rank.model, seed, getattr(torch, spec.dtype.name))
 
 
+@torch.no_grad()
 def set_weights(policy: PolicyModel, seed: int, dtype: torch.dtype) -> None:
     """Set random adapters; without adapters, add noise to the checkpoint's weights and round them to `dtype`."""
     if any(adapter_tensors(policy)):
         randomize(policy.causal_lm, seed)
         return
     for name, parameter in named_checkpoint_tensors(policy):
-        _add_noise(parameter, seeded(f"{seed}/{name}"), dtype)
+        # each entry times 1 ± `NOISE`: the product of random signs of its row and of its place in the row
+        generator, shape = seeded(f"{seed}/{name}"), parameter.shape
+        rows, places = (torch.randint(0, 2, part, generator=generator) * 2.0 - 1 for part in (shape[:1], shape[1:]))
+        own = rows[own_rows(parameter)] if isinstance(parameter, DTensor) else rows
 
-
-@torch.no_grad()
-def _add_noise(parameter: Tensor, generator: torch.Generator, dtype: torch.dtype) -> None:
-    """Multiply each entry by 1 ± `NOISE`: by the product of random signs of its row and of its place in the row."""
-    shape = parameter.shape
-    rows, places = (torch.randint(0, 2, part, generator=generator) * 2.0 - 1 for part in (shape[:1], shape[1:]))
-    own = rows[own_rows(parameter)] if isinstance(parameter, DTensor) else rows
-
-    shard = local_shard(parameter)
-    shard.mul_(1 + NOISE * own.view(-1, *[1] * places.dim()).to(shard) * places.to(shard))
-    shard.copy_(shard.to(dtype))  # as the engine has them: its rounding of the noise is not an error of the engine
+        shard = local_shard(parameter)
+        shard.mul_(1 + NOISE * own.view(-1, *[1] * places.dim()).to(shard) * places.to(shard))
+        shard.copy_(shard.to(dtype))  # as the engine has them: its rounding of the noise is not an error of the engine

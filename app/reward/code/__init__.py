@@ -1,7 +1,7 @@
-"""Reward component `code`: the tests of the row, run on the program of the completion, a fenced block.
+"""Reward component `code`: runs a row's tests on the program in a completion, its last fenced block.
 
-code ─→ row_tests: the row's tests
-     └→ judge: keeps what is expected ══ expressions, values ══ sandbox: runner, the program
+code ─→ row_tests: reads the tests
+     └→ judge: has the expected values ══ expressions, values ══ sandbox: runner, the program
 """
 
 import re
@@ -20,27 +20,21 @@ REASONING_END = "</think>"
 
 
 class code:  # noqa: N801  a component has its name
-    """Scores trajectories with 1 if the program passes all tests, else 0; with `partial`, with the share it passes.
-
-    Args:
-        timeout_s: For all tests of a program.
-        partial: Score the share.
-        memory_mib: Of a program.
-    """
+    """Scores 1 if the program passes all tests within `timeout_s`, else 0; with `partial`, the share that it passes."""
 
     def __init__(self, timeout_s: float, partial: bool = False, memory_mib: int = 512) -> None:
         self._partial = partial
         self._judge = Judge(LocalSandbox(memory_mib << 20), stop_early=not partial, timeout_s=timeout_s)
 
     def __call__(self, trajectories: Sequence[Trajectory]) -> list[Any]:
-        """Return a score for each, and the share of its tests that passed until it was decided."""
-        return [self._score(each) for each in trajectories]
-
-    def _score(self, trajectory: Trajectory) -> Any:
-        tests = read_tests(trajectory.prompt.row, trajectory.prompt.answer)
-        program = last_block(trajectory.text, tests.names)
-        share = 0.0 if program is None else self._judge.passed(program, tests) / len(tests.cases)
-        return {"score": share if self._partial else float(share == 1), "passed": share}
+        """Return a score for each; `passed` is the share of tests that passed before the judge stopped."""
+        scores = []
+        for trajectory in trajectories:
+            tests = read_tests(trajectory.prompt.row, trajectory.prompt.answer)
+            program = last_block(trajectory.text, tests.names)
+            share = 0.0 if program is None else self._judge.passed(program, tests) / len(tests.cases)
+            scores.append({"score": share if self._partial else float(share == 1), "passed": share})
+        return scores
 
 
 def last_block(text: str, names: Collection[str] = ()) -> str | None:

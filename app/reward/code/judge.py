@@ -1,12 +1,12 @@
-"""Run a row's tests on a program. Expected values stay in this process, and the program in its sandbox.
+"""Runs a row's tests on a program. Expected values stay in this process, the program in its sandbox.
 
-Tests run in a fork of this process, as trusted as the rows, on a `Remote` for each object of the program. What they do
-with one is an expression that the program's process evaluates. Only values of Python's standard types come back; any
-other is a `Remote` again, which is equal to no value, so that no `__eq__` of the program decides what a value is.
+Tests are as trusted as the rows and run in a fork of this process. They see each object of the program as a `Remote`;
+operations on it become expressions that the program's process evaluates. Only values of Python's standard types come
+back. Anything else is another `Remote`, which equals no value, so the program's `__eq__` decides nothing.
 
 Invariants:
-- The fork is killed at the deadline, whatever a test does with a value, or catches.
-- Once the program has ended, the fork ends: no test passes because it takes that for an exception of the program.
+- The fork is killed at the deadline, whatever a test does or catches.
+- When the program ends, so does the fork: no test can pass by taking that for an exception of the program.
 """
 
 import builtins
@@ -24,14 +24,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
+from functools import partial
+from itertools import takewhile
 from typing import Any
 
 from app.reward.code.row_tests import RETURNS, Asserts, Stdin, Tests
-from app.reward.code.sandbox import LocalSandbox, Program
+from app.reward.code.sandbox import Ask, LocalSandbox
 from app.worker.process import die_with_parent
 
 ATOMS = (type(None), bool, float, str, bytes)
-# Constructors of what `runner.typed` named: of all its parts, or of one after another
+# Constructors by the names of `runner.typed`: of a list of parts, or of arguments
 OF_PARTS: Mapping[str, Callable[[Any], Any]] = {
     **{each.__name__: each for each in (dict, tuple, set, frozenset, bytes, bytearray, deque)},
     "int": lambda text: int(text, 16),
@@ -51,29 +53,22 @@ class Judge:
     timeout_s: float  # for all tests of a program
 
     def passed(self, code: str, tests: Tests) -> int:
-        """Return how many tests a program passes."""
         deadline = time.monotonic() + self.timeout_s
+        until_failed: Any = partial(takewhile, bool) if self.stop_early else iter
         if isinstance(tests, Stdin):
-            return sum(self._until_failed(self._scripts(code, tests, deadline)))
-        with self.sandbox.started(code, self.timeout_s) as program:
-            return sum(forked(self._until_failed(statements(program, tests)), deadline))
-
-    def _until_failed(self, verdicts: Iterator[bool]) -> Iterator[bool]:
-        for passed in verdicts:
-            yield passed
-            if not passed and self.stop_early:
-                break
+            return sum(until_failed(self._scripts(code, tests, deadline)))
+        with self.sandbox.started(code, self.timeout_s) as ask:
+            return sum(forked(until_failed(statements(ask, tests)), deadline))
 
     def _scripts(self, code: str, tests: Stdin, deadline: float) -> Iterator[bool]:
         for given, expected in tests.cases:
-            if (remaining := deadline - time.monotonic()) <= 0:
-                return
-            output = self.sandbox.run(code, given, remaining)
-            yield output is not None and same_lines(output, expected)
+            if (remaining := deadline - time.monotonic()) > 0:
+                output = self.sandbox.run(code, given, remaining)
+                yield output is not None and same_lines(output, expected)
 
 
 def forked(verdicts: Iterator[bool], deadline: float) -> list[bool]:
-    """Return what an iterator yields in a fork of this process until the deadline."""
+    """Run an iterator in a fork of this process until the deadline; return what it yielded."""
     with open(os.memfd_create("verdicts"), "r+b", buffering=0) as file:
         parent = os.getpid()
 
@@ -93,32 +88,27 @@ def forked(verdicts: Iterator[bool], deadline: float) -> list[bool]:
         return [bool(each) for each in file.read()]
 
 
-def statements(program: Program, tests: Asserts) -> Iterator[bool]:
-    """Yield for each statement whether it used the program and ended without an exception."""
+def statements(ask: Ask, tests: Asserts) -> Iterator[bool]:
+    """Run each statement; yield whether it used the program and raised nothing."""
     for statement in tests.cases:
         random.seed(0)  # a test that draws its inputs draws the same for each program
-        session = Session(program, tests)
+        session = Session(ask, tests)
         try:
-            exec(compile(tests.setup, "setup", "exec"), session)
-            exec(compile(statement, "test", "exec"), session)
-        except BaseException:  # also what the program's values make a test raise
-            yield False
-        else:
-            yield session.answered and not session.lacking
+            for source in (tests.setup, statement):
+                exec(compile(source, "test", "exec"), session)
+        except BaseException:  # values of the program can make a test raise anything
+            session.lacking = True
+        yield session.answered and not session.lacking
 
 
 class Session(dict[str, Any]):
-    """Globals of a test: what it defines, builtins, modules of the standard library, else names of the program.
+    """Globals of a test: its own names, builtins, standard-library modules it uses, then the program's names."""
 
-    Attributes:
-        answered: The program has answered.
-        lacking: It does not define a name that the test uses.
-    """
-
-    def __init__(self, program: Program, tests: Asserts) -> None:
+    def __init__(self, ask: Ask, tests: Asserts) -> None:
         super().__init__({"__name__": "test", RETURNS: returns})
-        self.answered = self.lacking = False
-        self._program, self._tests = program, tests
+        self.answered = False  # whether the program has answered
+        self.lacking = False  # whether it lacks a name that the test uses, or the test raised
+        self._ask, self._tests = ask, tests
         self._lent: list[Callable[..., Any]] = []
         self._classes: dict[str, type] = {}
 
@@ -135,26 +125,25 @@ class Session(dict[str, Any]):
             raise KeyError(name) from error
 
     def _request(self, expression: str) -> tuple[str, Any]:
-        """Return the kind and the value of an answer, after the calls of what the test has lent, or raise it."""
-        kind, value = self._answer(self._program.ask(expression))
+        """Send an expression and serve the program's calls of lent functions; return its answer, or raise its error."""
+        kind, value = self._answer(self._ask(expression))
         while kind == "call":
             number, args, kwargs = value
             try:
                 reply = f"'value', {self.source(self._lent[number](*args, **kwargs))}"
             except Exception as error:
                 reply = f"'raised', {self.source(error)}"
-            kind, value = self._answer(self._program.ask(reply))
+            kind, value = self._answer(self._ask(reply))
         self.answered = True
         if kind == "raised":
             raise value
         return kind, value
 
     def ask(self, expression: str) -> Any:
-        """Return the value of an expression, or raise what it raised."""
         return self._request(f"'value', {expression}")[1]
 
     def call(self, function: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Call a function of the program. Where it returns nothing, its changes of the arguments are made here too."""
+        """Call a function of the program. If it returns nothing, copy what it changed in its arguments."""
         kind, value = self._request(f"do({function}, {self.source(list(args))}, {self.source(dict(kwargs))})")
         if kind == "value":
             return value
@@ -167,7 +156,7 @@ class Session(dict[str, Any]):
         return None
 
     def source(self, value: Any) -> str:
-        """Return an expression of a value, for the program's process."""
+        """Write a value as an expression for the program's process."""
         if isinstance(value, Remote):
             return value._expression
         if type(value) is int:
@@ -179,7 +168,7 @@ class Session(dict[str, Any]):
         if type(value) is dict:
             return f"dict({self.source(list(value.items()))})"
         try:
-            return f"loads({pickle.dumps(value)!r})"
+            return f"__import__('pickle').loads({pickle.dumps(value)!r})"
         except (pickle.PicklingError, AttributeError, TypeError):
             if not callable(value):
                 raise
@@ -187,13 +176,13 @@ class Session(dict[str, Any]):
         return f"lent({len(self._lent) - 1})"
 
     def _answer(self, line: bytes) -> tuple[str, Any]:
-        """Return the kind and the value of a line. Without a valid one the program has ended, and so does this."""
+        """Parse an answer. An invalid line means that the program has ended, which ends this process too."""
         try:
             kind, value = json.loads(line)
             value = self._decoded(value)
             if kind == "raised":
-                (error, *bases), args = value
-                value = self._class(error, *bases).__new__(self._class(error, *bases), *args)
+                names, args = value
+                value = self._class(*names).__new__(self._class(*names), *args)
                 assert isinstance(value, BaseException)
         except Exception:
             os._exit(0)
@@ -213,7 +202,7 @@ class Session(dict[str, Any]):
         return OF_PARTS[name](parts) if name in OF_PARTS else OF_ARGUMENTS[name](*parts)
 
     def _class(self, name: str, *bases: str) -> type:
-        """Return the builtin class of this name; else a class of that name, derived from the others."""
+        """Return the builtin class of this name, else one made here as a subclass of the others."""
         known = getattr(builtins, name, None) or self._classes.get(name)
         if not isinstance(known, type):
             known = self._classes[name] = type(name, (self._class(*bases),), {})
@@ -221,7 +210,7 @@ class Session(dict[str, Any]):
 
 
 class Remote:
-    """A function, class or object of the program. Only another one can be equal to it, or be compared with it."""
+    """A function, class or object of the program. It compares with other remotes only."""
 
     __slots__ = ("_expression", "_session")
 
@@ -257,7 +246,7 @@ def _forwarded(function: str, compares: bool = False, reflected: bool = False) -
     return method
 
 
-# What Python does with an object, by builtins and by the module `operator`
+# Python's operations on an object: builtins, and functions of `operator`
 for _name in ("len", "bool", "str", "repr", "int", "float", "iter", "next", "setattr"):
     setattr(Remote, f"__{_name}__", _forwarded(_name))
 for _name in ("neg", "pos", "invert", "abs", "getitem", "setitem", "delitem"):
@@ -270,29 +259,19 @@ for _name in ("eq", "lt", "le", "gt", "ge"):
 
 
 def returns(function: Callable[..., Any], text: str) -> None:
-    """Assert what a function returns: JSON, which has no tuples. APPS has some results in a list of one."""
+    """Assert a function's result, compared as JSON, which has no tuples. APPS wraps some results in a list of one."""
     args, expected = json.loads(text)
-    found = _lists(function(*args))
+    found = json.loads(json.dumps(function(*args)))
     assert found == expected or (isinstance(expected, list) and [found] == expected)
 
 
-def _lists(value: Any) -> Any:
-    if isinstance(value, list | tuple):
-        return [_lists(each) for each in value]
-    return {str(key): _lists(each) for key, each in value.items()} if isinstance(value, dict) else value
-
-
 def same_lines(found: str, expected: str) -> bool:
-    """Compare outputs line by line, without the space around lines and after the last; numbers by value."""
+    """Compare outputs line by line, ignoring outer whitespace; numbers by value."""
     lines = [[line.strip() for line in text.strip().split("\n")] for text in (found, expected)]
-    return len(lines[0]) == len(lines[1]) and all(map(_same_line, *lines))
-
-
-def _same_line(found: str, expected: str) -> bool:
-    if found == expected:
-        return True
-    words = [found.split(), expected.split()]
+    if len(lines[0]) != len(lines[1]):
+        return False
     try:
-        return len(words[0]) == len(words[1]) and list(map(Decimal, words[0])) == list(map(Decimal, words[1]))
+        pairs = [each for each in zip(*lines, strict=True) if each[0] != each[1]]
+        return all([*map(Decimal, one.split())] == [*map(Decimal, other.split())] for one, other in pairs)
     except InvalidOperation:
         return False

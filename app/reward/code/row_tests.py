@@ -1,4 +1,4 @@
-"""Read the tests of a row. Its columns tell their form, see the table in docs/rewards.md."""
+"""Reads the tests of a row. Its columns determine the form, see the table in docs/rewards.md."""
 
 import ast
 import base64
@@ -10,6 +10,7 @@ import re
 import sys
 import zlib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,21 +28,14 @@ class NoTests(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Asserts:
-    """Statements, each of which passes unless it raises.
+    """Statements, each of which passes unless it raises."""
 
-    setup: Code before each of them.
-    defined: Names of the program, even if they are builtins': those of the reference solution, and the entry point.
-    modules: Of the standard library, that the tests use as such, maybe without importing them.
-    names: What the program may have to define.
-    form: For messages.
-    """
-
-    setup: str
-    cases: Sequence[str]  # statements
-    defined: frozenset[str] = frozenset()
-    modules: frozenset[str] = frozenset()
-    names: frozenset[str] = frozenset()
-    form: str = "asserts"
+    setup: str  # code before each of them
+    cases: Sequence[str]
+    defined: frozenset[str] = frozenset()  # by the reference solution, and the entry point: they shadow builtins
+    modules: frozenset[str] = frozenset()  # of the standard library, which tests may use without an import
+    names: frozenset[str] = frozenset()  # that the program may have to define
+    form: str = "asserts"  # in messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +51,7 @@ Tests = Asserts | Stdin
 
 
 def read_tests(row: Mapping[str, Any], answer: str = "") -> Tests:
-    """Return the tests of a row.
-
-    Raises:
-        NoTests: There are none, or they cannot be read.
-    """
+    """Return the tests of a row. Raises `NoTests` if there are none, or they cannot be read."""
     try:
         tests = _read(row, answer)
     except (ValueError, LookupError, TypeError, SyntaxError, zlib.error, pickle.UnpicklingError, EOFError) as error:
@@ -93,20 +83,16 @@ def _read(row: Mapping[str, Any], answer: str) -> Tests | None:
 def _asserts(setup: str, statements: Sequence[str], answer: str, entry_point: str = "") -> Asserts:
     nodes = [node for each in (setup, *statements) for node in ast.walk(ast.parse(each))]
     owners = {node.value.id for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)}
-    defined = {*_defined(answer), *re.findall(r"^\w+", entry_point)}
+    defined = set(re.findall(r"^\w+", entry_point))
+    with suppress(SyntaxError, ValueError):  # an answer that is no code
+        statements_of_answer = ast.parse(answer.strip()).body
+        defined |= {each.name for each in statements_of_answer if isinstance(each, ast.FunctionDef | ast.ClassDef)}
+
     modules = owners & sys.stdlib_module_names - defined
     own = {getattr(node, "name", getattr(node, "arg", None)) for node in nodes}  # functions, classes, parameters
     own |= {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
     used = {node.id for node in nodes if isinstance(node, ast.Name)} - {*dir(builtins), *modules, *own}
     return Asserts(setup, statements, frozenset(defined), frozenset(modules), frozenset(used | defined))
-
-
-def _defined(source: str) -> Sequence[str]:
-    try:
-        statements = ast.parse(source.strip()).body
-    except (SyntaxError, ValueError):
-        return ()
-    return [each.name for each in statements if isinstance(each, ast.FunctionDef | ast.ClassDef)]
 
 
 def _pairs(value: Mapping[str, Any]) -> Tests:
@@ -119,42 +105,39 @@ def _pairs(value: Mapping[str, Any]) -> Tests:
 
 
 def _calls(function: Any, cases: Sequence[tuple[Any, Any]]) -> Asserts:
-    """Return calls as statements of `judge.returns`. Arguments are a list, or text with one argument of JSON a line."""
+    """Write calls as statements of `judge.returns`. Arguments come as a list, or as text with one JSON value a line."""
     name = str(function).rpartition(".")[2]
     if not name.isidentifier():
         raise ValueError(f"{name!r} is no name of a function")
     statements = []
     for given, expected in cases:
         if isinstance(given, str):
-            call = [json.loads(line) for line in given.split("\n") if line.strip()], json.loads(expected)
-        elif isinstance(given, list):
-            call = given, expected
-        else:
+            given, expected = [json.loads(line) for line in given.split("\n") if line.strip()], json.loads(expected)
+        if not isinstance(given, list):
             raise ValueError(f"the arguments {given!r} are no list")
-        statements.append(f"{RETURNS}({name}, {json.dumps(call)!r})")
+        statements.append(f"{RETURNS}({name}, {json.dumps((given, expected))!r})")
     defined = frozenset([name])
     return Asserts("", statements, defined, names=defined | {"Solution"}, form="function calls")
 
 
 def _live_code_bench(row: Mapping[str, Any]) -> Tests:
-    cases = [*_json(row["public_test_cases"]), *_private(row.get("private_test_cases"))]
-    if not any(each.get("testtype") == "functional" for each in cases):
-        return Stdin([(str(each["input"]), str(each["output"])) for each in cases])
-
-    return _calls((_json(row.get("metadata")) or {})["func_name"], [(each["input"], each["output"]) for each in cases])
-
-
-def _private(value: Any) -> Sequence[Mapping[str, Any]]:
-    """Read private tests: JSON, or as published, pickled JSON text, compressed. Nothing but text is unpickled."""
+    private: Any = row.get("private_test_cases") or []
     try:
-        cases: Sequence[Mapping[str, Any]] = _json(value or [])
-    except ValueError:
-        packed = base64.b64decode(value, validate=True)
-        cases = json.loads(_Text(io.BytesIO(zlib.decompress(packed))).load())
-    return cases
+        private = _json(private)
+    except ValueError:  # as published: compressed pickles of JSON text
+        packed = base64.b64decode(private, validate=True)
+        private = json.loads(_Text(io.BytesIO(zlib.decompress(packed))).load())
+
+    cases = [*_json(row["public_test_cases"]), *private]
+    pairs = [(each["input"], each["output"]) for each in cases]
+    if any(each.get("testtype") == "functional" for each in cases):
+        return _calls((_json(row.get("metadata")) or {})["func_name"], pairs)
+    return Stdin([(str(given), str(expected)) for given, expected in pairs])
 
 
 class _Text(pickle.Unpickler):
+    """Unpickles text and nothing else."""
+
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"{module}.{name} in private_test_cases")
 

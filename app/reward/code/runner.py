@@ -1,11 +1,11 @@
-"""Runs inside a sandbox: confines itself, and then runs the program of a completion. It is passed as text.
+"""Runs inside a sandbox, without the package: confines its process, then runs the program of a completion.
 
-Its stdin has frames, each a length, a line break and a text. The first is the job, a literal of `code`, `limits` and
-`script`. A script reads the rest of stdin and writes to stdout. Of another program each further frame is an expression
-of `g`, its globals, and `r`, the objects of earlier answers; the answer is a line of JSON, see `encoded`.
+Stdin has frames: a length, a line break and a text. The first is the job, a literal of `code`, `limits` and `script`.
+A script reads the rest of stdin and writes to stdout. For any other program, each further frame is an expression of
+`g`, its globals, and `r`, the objects of earlier answers; each answer is a line of JSON, see `encoded`.
 
-The program can forge any answer. That gains nothing: what is expected never enters this process.
-It imports little, since its start is most of the time that a short program takes.
+The program can forge answers. That gains nothing, since expected values never enter this process.
+Imports are few: starting takes most of the time of a short program.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import builtins
 import os
 import sys
+from _collections import deque
 from _json import encode_basestring_ascii as quote  # the package `json` takes as long to import as all else
 
 if False:  # for the type checker
@@ -27,10 +28,10 @@ objects: list[Any] = []
 
 
 def confine(limits: dict[str, Any]) -> None:
-    """Give up what the program must not have, and die with the parent."""
+    """Give up all rights that the program must not have, and die with the parent."""
     import resource
 
-    # the package `ctypes` takes half as long to import as Python to start
+    # importing `ctypes` takes half as long as starting Python
     from _ctypes import CFuncPtr, _SimpleCData, dlopen, dlsym
 
     class Function(CFuncPtr):
@@ -72,7 +73,7 @@ def confine(limits: dict[str, Any]) -> None:
 
 
 def encoded(value: Any) -> str:
-    """Return a value as JSON: plain types as they are, other standard ones as an object of one key, their type."""
+    """Return a value as JSON; a type that JSON lacks becomes an object whose one key is the type."""
     if value is None or value is True or value is False:
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, str):
@@ -89,19 +90,17 @@ def encoded(value: Any) -> str:
 
 
 def typed(value: Any) -> tuple[str, Any]:
-    """Return the type of a value that JSON lacks, and its parts; of an object of the program, its number in `r`."""
+    """Return the name and the parts of a type that JSON lacks; for objects of the program, their number in `r`."""
     kind, module = type(value), type(value).__module__
     if isinstance(value, dict):
         return "dict", [list(pair) for pair in dict.items(value)]
-    for plain in (tuple, set, frozenset, bytes, bytearray):
+    for plain in (tuple, set, frozenset, bytes, bytearray, deque):
         if isinstance(value, plain):
             return plain.__name__, list(value)
     if isinstance(value, complex):
         return "complex", [value.real, value.imag]
     if isinstance(value, type) and (value.__module__ == "builtins" or issubclass(value, BaseException)):
         return "class", [each.__name__ for each in value.__mro__]
-    if module == "collections" and kind.__name__ == "deque":
-        return "deque", list(value)
     if module in ("builtins", "fractions", "decimal", "datetime") and kind.__name__ in BY_ARGUMENTS:
         return kind.__name__, list(value.__reduce__()[1])
     objects.append(value)
@@ -109,7 +108,7 @@ def typed(value: Any) -> tuple[str, Any]:
 
 
 def do(function: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """Call a function of the program; where it returns nothing, return what it changed its arguments to."""
+    """Call a function of the program. If it returns nothing but changes its arguments, return those."""
     given = [*args, *kwargs.values()]
     before = encoded(given)
     result = function(*args, **kwargs)
@@ -118,7 +117,7 @@ def do(function: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
 
 def serve(names: dict[str, Any], stdin: int, results: int) -> None:
     """Answer one expression after another."""
-    write, encode, next_frame = os.write, encoded, frame
+    write, encode, next_frame = os.write, encoded, frame  # the program may replace them
 
     def send(kind: str, value: Any) -> None:
         left = f'["{kind}",{encode(value)}]\n'.encode()
@@ -135,12 +134,7 @@ def serve(names: dict[str, Any], stdin: int, results: int) -> None:
 
         return function
 
-    def loads(text: bytes) -> Any:
-        import pickle
-
-        return pickle.loads(text)
-
-    names |= {"operator": __import__("_operator"), "r": objects, "do": do, "lent": lent, "loads": loads}
+    names |= {"operator": __import__("_operator"), "r": objects, "do": do, "lent": lent}
     while expression := next_frame(stdin):
         try:
             send(*eval(expression, names))
@@ -150,7 +144,7 @@ def serve(names: dict[str, Any], stdin: int, results: int) -> None:
 
 
 def frame(stdin: int) -> bytes:
-    """Read a frame, and no byte more; at the end, nothing."""
+    """Read a frame and not a byte more; empty at the end."""
     digits = text = b""
     while (byte := os.read(stdin, 1)) not in (b"\n", b""):
         digits += byte

@@ -1,13 +1,13 @@
-"""Where the program of a completion runs: an interpreter of its own, without packages, environment or files.
+"""Runs the program of a completion in an interpreter of its own, without packages, environment or files.
 
-Landlock, limits and a seccomp filter confine it to one process, which ends with it: it cannot leave anything, or reach
-anything but its stdin and stdout. In a kernel without Landlock it reads what its user can. For all but root that is the
-run's user: it can read the tests, in the files of the data and in `/proc/<pid>/mem` of the process that judges. To set
-that process's PR_SET_DUMPABLE to 0 would hide its mark from the process reaper too, and would not hide the files.
+Landlock, resource limits and a seccomp filter confine it to one process. It reaches nothing but its stdin and stdout,
+and leaves nothing behind. Without Landlock in the kernel it reads what its user can read. Unless the run is root's,
+that is the run's user, so it can read the tests, in the data files and in `/proc/<pid>/mem` of the judging process.
+Setting PR_SET_DUMPABLE to 0 there would hide that process from the process reaper too, and would not hide the files.
 
-Why a filter of our own: sockets, signals, SysV memory, queues and keys are no files, so that neither Landlock nor a
-limit of the process refuses them. The binding of libseccomp on the package index (pyseccomp) is from 2021. This is a
-list of what an interpreter needs, so that it does not age: what a new kernel adds is refused.
+Why a filter of our own: sockets, signals, SysV memory, queues and keys are not files, so neither Landlock nor resource
+limits refuse them. The libseccomp binding on the package index (pyseccomp) is from 2021. The filter lists what an
+interpreter needs, so it does not age: system calls that new kernels add are refused.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -56,81 +56,79 @@ epoll_create1 291 20, epoll_ctl 233 21, epoll_wait 232 -, epoll_pwait 281 22, ev
 recvfrom 45 207, getsockname 51 204, getsockopt 55 209, shutdown 48 210,
 clone 56 220, openat 257 56, prlimit64 302 261, fcntl 72 25, ioctl 16 29, socketpair 53 199
 """
-# Values that an argument may have. fcntl and ioctl could name another process as the receiver of a signal; a socket
-# that is no stream could send to an address.
+# Values that an argument may have. fcntl and ioctl could make another process receive a signal; a datagram socket could
+# send to an address.
 VALUES = {
     "prlimit64": {0: [0]},  # this process
     "fcntl": {1: [0, 1, 2, 3, 4, 1030]},  # F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_DUPFD_CLOEXEC
     "ioctl": {1: [0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451]},  # a terminal?, its size, FIONREAD, FIONBIO, FIOCLEX
     "socketpair": {0: [1], 1: [1, 0o4001, 0o2000001, 0o2004001]},  # AF_UNIX, SOCK_STREAM; asyncio has one
 }
-# Bits of an argument, of which one has to be set, or none may be.
+# Bits of an argument: at least one must be set, or none may be.
 BITS = {"clone": (0, 0x10000, True), "openat": (2, 0o1103, False)}  # a thread; no writing
 ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column, AUDIT_ARCH
 LOAD, EQUALS, HAS_BITS, RETURN = 0x20, 0x15, 0x45, 0x06
 ALLOW, KILL, REFUSE = 0x7FFF0000, 0x80000000, 0x00050000 | 38  # ENOSYS, for which libc has its fallbacks
 
 Instruction = tuple[int, int, int, int]  # code, instructions to skip if true, if false, operand
+Ask = Callable[[str], bytes]  # an expression → the line that answers it, empty at the end of the program; may block
 
 
 def frame(text: str) -> bytes:
-    """Return a frame of `runner.py`. Surrogates of a completion's text, which no source has, become `?`."""
+    """Return a frame for `runner.py`. Lone surrogates, which no source file has, become `?`."""
     encoded = text.encode(errors="replace")
     return b"%d\n%b" % (len(encoded), encoded)
 
 
 class LocalSandbox:
-    """Runs programs.
-
-    Args:
-        memory: Address space of a program, in bytes.
-        stderr: Descriptor of what programs write there.
-    """
+    """Runs programs in at most `memory` bytes of address space. Their stderr goes to a descriptor."""
 
     def __init__(self, memory: int, stderr: int = subprocess.DEVNULL) -> None:
-        self._memory, self._stderr = memory, stderr
+        self._memory = memory
+        self._process: dict[str, Any] = {
+            "args": [PYTHON, "-I", "-S", "-B", "-c", LOAD_RUNNER],
+            "stderr": stderr,
+            "env": {MARK: os.environ[MARK]} if MARK in os.environ else {},  # for the process reaper
+            "cwd": "/",
+            "start_new_session": True,  # a signal to its process group must not reach ours
+        }
 
     def run(self, code: str, stdin: str, timeout_s: float) -> str | None:
-        """Return the stdout of a script; None unless it ends by itself within this time, with exit status 0."""
-        with open(os.memfd_create("stdin"), "r+b") as given, open(os.memfd_create("stdout"), "r+b") as output:
-            given.write(self._job(code, True, timeout_s) + stdin.encode(errors="replace"))
-            given.seek(0)
-            with self._process(given.fileno(), output.fileno()) as process:
-                try:
-                    status = process.wait(timeout_s)
-                except subprocess.TimeoutExpired:
-                    return None
-            output.seek(0)
-            return output.read().decode(errors="replace") if status == 0 else None
-
-    @contextlib.contextmanager
-    def started(self, code: str, timeout_s: float) -> Iterator["Program"]:
-        """Run a program until the block ends; its CPU time is limited to this."""
-        with self._process(subprocess.PIPE, subprocess.PIPE) as process:
-            yield Program(process, self._job(code, False, timeout_s))
-
-    @contextlib.contextmanager
-    def _process(self, stdin: int, stdout: int) -> Iterator[subprocess.Popen[bytes]]:
-        environment = {MARK: os.environ[MARK]} if MARK in os.environ else {}  # for the process reaper
-        with subprocess.Popen(
-            [PYTHON, "-I", "-S", "-B", "-c", LOAD_RUNNER],
-            stdin=stdin,
-            stdout=stdout,
-            stderr=self._stderr,
-            env=environment,
-            cwd="/",
-            start_new_session=True,  # a signal to its process group must not reach ours
-        ) as process:
+        """Return the stdout of a script; None unless it exits with status 0 within this time."""
+        given = self._job(code, True, timeout_s) + stdin.encode(errors="replace")
+        with open(os.memfd_create("stdout"), "r+b") as output:  # a file, whose size the kernel limits
             try:
-                yield process
+                done = subprocess.run(**self._process, input=given, stdout=output, timeout=timeout_s)
+            except subprocess.TimeoutExpired:
+                return None
+            output.seek(0)
+            return output.read().decode(errors="replace") if done.returncode == 0 else None
+
+    @contextlib.contextmanager
+    def started(self, code: str, timeout_s: float) -> Iterator[Ask]:
+        """Run a program until the block ends, with this much CPU time. A fork of this process may ask it."""
+        unsent = [self._job(code, False, timeout_s)]
+        with subprocess.Popen(**self._process, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+            to_program: Any = process.stdin
+            from_program: Any = process.stdout
+
+            def ask(expression: str) -> bytes:
+                with contextlib.suppress(BrokenPipeError):
+                    to_program.write(b"".join(unsent) + frame(expression))
+                    to_program.flush()
+                unsent.clear()
+                line: bytes = from_program.readline(MAX_OUTPUT)
+                return line
+
+            try:
+                yield ask
             finally:
                 process.kill()
 
     def _job(self, code: str, script: bool, timeout_s: float) -> bytes:
-        # root's programs have a user of their own; others share that of the run, whose threads count too
-        others = (
-            0 if os.getuid() == 0 else int(Path("/proc/loadavg").read_text(encoding="ascii").split("/")[1].split()[0])
-        )
+        threads = Path("/proc/loadavg").read_text(encoding="ascii").split("/")[1].split()[0]
+        # root's programs have a user of their own; others share the run's, whose threads count too
+        others = 0 if os.getuid() == 0 else int(threads)
         limits = {
             "parent": os.getpid(),
             "readable": READABLE,
@@ -146,27 +144,9 @@ class LocalSandbox:
         return COMPILED + frame(repr({"code": code, "script": script, "limits": limits}))
 
 
-class Program:
-    """A program that evaluates expressions, see `runner.py`. A fork of the process that started it may use it."""
-
-    def __init__(self, process: subprocess.Popen[bytes], job: bytes) -> None:
-        self._process, self._unsent = process, job
-
-    def ask(self, expression: str) -> bytes:
-        """Return the line that answers an expression; nothing if the program has ended. It may wait for ever."""
-        stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None
-        assert stdout is not None
-        with contextlib.suppress(BrokenPipeError):
-            stdin.write(self._unsent + frame(expression))
-            stdin.flush()
-        self._unsent = b""
-        return stdout.readline(MAX_OUTPUT)
-
-
 @cache
 def unavailable() -> str | None:
-    """Return why no program can run on this machine; None if one can."""
+    """Return why programs cannot run on this machine; None if they can."""
     with tempfile.TemporaryFile() as errors:
         try:
             if LocalSandbox(512 << 20, errors.fileno()).run("print(42)", "", PROBE_TIMEOUT_S) == "42\n":
@@ -178,32 +158,27 @@ def unavailable() -> str | None:
 
 
 def reads_files() -> bool:
-    """Whether a program can read what its user can, in a kernel without Landlock."""
+    """Whether programs can read their user's files, as in a kernel without Landlock."""
     libc: Any = ctypes.CDLL(None)
     return bool(libc.syscall(*LANDLOCK_VERSION) < 1)
 
 
 def seccomp_filter() -> bytes:
-    """Return the filter of this machine's architecture. Raises `KeyError` for another than x86_64 and aarch64."""
+    """Return the filter for this machine. Raises `KeyError` unless it is x86_64 or aarch64."""
     column, architecture = ARCHITECTURES[os.uname().machine]
     program: list[Instruction] = [(LOAD, 0, 0, 4), (EQUALS, 1, 0, architecture), (RETURN, 0, 0, KILL), (LOAD, 0, 0, 0)]
     for entry in ALLOWED.split(","):
         name, *numbers = entry.split()
+        block: list[Instruction] = []  # decides by the call's arguments, of which it compares the lower 32 bits
+        for argument, values in VALUES.get(name, {}).items():
+            block.append((LOAD, 0, 0, 16 + 8 * argument))
+            block += [(EQUALS, len(values) - index, 0, value) for index, value in enumerate(values)]
+            block.append((RETURN, 0, 0, REFUSE))
+        if name in BITS:
+            argument, bits, required = BITS[name]
+            block += [(LOAD, 0, 0, 16 + 8 * argument), (HAS_BITS, int(required), int(not required), bits)]
+            block.append((RETURN, 0, 0, REFUSE))
+        block.append((RETURN, 0, 0, ALLOW))
         if numbers[column] != "-":
-            block = _decision(name)
             program += [(EQUALS, 0, len(block), int(numbers[column])), *block]
     return b"".join(struct.pack("=HBBI", *each) for each in [*program, (RETURN, 0, 0, REFUSE)])
-
-
-def _decision(name: str) -> list[Instruction]:
-    """Return what decides about a call by its arguments; each is compared by its lower 32 bits."""
-    block: list[Instruction] = []
-    for argument, values in VALUES.get(name, {}).items():
-        block.append((LOAD, 0, 0, 16 + 8 * argument))
-        block += [(EQUALS, len(values) - index, 0, value) for index, value in enumerate(values)]
-        block.append((RETURN, 0, 0, REFUSE))
-    if name in BITS:
-        argument, bits, required = BITS[name]
-        block += [(LOAD, 0, 0, 16 + 8 * argument), (HAS_BITS, int(required), int(not required), bits)]
-        block.append((RETURN, 0, 0, REFUSE))
-    return [*block, (RETURN, 0, 0, ALLOW)]

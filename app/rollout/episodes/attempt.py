@@ -75,7 +75,11 @@ class EpisodeAttempt:
         try:
             while True:
                 message = await self._next()
-                self._show()
+                timeline = self.group.requests.timeline
+                if not self._answering and (now := timeline.now()) - self._idle_since >= MIN_SHOWN_S:
+                    # what the environment just did on its own
+                    member = f"{self.group.spec.prompt.id} member {self.number}"
+                    timeline.add("environment", member, self._idle_since, now)
                 on_message()
                 match message:
                     case SampleRequest():
@@ -106,13 +110,6 @@ class EpisodeAttempt:
         finally:
             waiting.cancel()
 
-    def _show(self) -> None:
-        """Add what the environment just did on its own to the timeline."""
-        timeline = self.group.requests.timeline
-        now = timeline.now()
-        if not self._answering and now - self._idle_since >= MIN_SHOWN_S:
-            timeline.add("environment", f"{self.group.spec.prompt.id} member {self.number}", self._idle_since, now)
-
     def _begin(self, request: SampleRequest) -> str | None:
         """Note what a request begins with. Returns what is wrong with the first opening, if anything."""
         if request.sequence == len(self.sequences):
@@ -120,12 +117,9 @@ class EpisodeAttempt:
         self.sequences[request.sequence].begin(request.context)
 
         opening = self.sequences[0].opening_tokens
-        if opening <= self.limits.max_prompt_tokens:
-            return None
-        return (
-            f"the episode opens with {opening} tokens, more than "
-            f"rollout.max_prompt_tokens={self.limits.max_prompt_tokens}."
-        )
+        limit = self.limits.max_prompt_tokens
+        longer = f"the episode opens with {opening} tokens, more than rollout.max_prompt_tokens={limit}."
+        return longer if opening > limit else None
 
     async def _answer(self, request: SampleRequest) -> None:
         sequence = self.sequences[request.sequence]
@@ -215,16 +209,14 @@ class EpisodeAttempt:
             turns=tuple(Turn(**turn) for turn in end.turns),
             ending=Ending.length if self.full else Ending(end.ending),
             scores=end.scores,
-            metrics={**end.metrics, **self._metrics(seconds)},
+            metrics={
+                **end.metrics,
+                "turns": float(self.requests_sent),
+                "sequences": float(len(self.sequences)),
+                "wall_seconds": seconds,
+                "engine_seconds": self.engine_seconds,
+                "prompt_tokens": float(self.prompt_tokens),
+                "cached_tokens": float(self.cached_tokens),
+            },
         )
         return Trajectory(spec.prompt, self.last or nothing, end.text, episode=episode)
-
-    def _metrics(self, seconds: float) -> dict[str, float]:
-        return {
-            "turns": float(self.requests_sent),
-            "sequences": float(len(self.sequences)),
-            "wall_seconds": seconds,
-            "engine_seconds": self.engine_seconds,
-            "prompt_tokens": float(self.prompt_tokens),
-            "cached_tokens": float(self.cached_tokens),
-        }

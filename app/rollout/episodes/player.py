@@ -33,42 +33,24 @@ def episode_failures(max_fraction: float, window: int, warn: Callable[[str], Non
         "It is played again, at most environment.retries times, and then left out of its group; all failures are in "
         "logs/environment.log."
     )
-    return FailureWindow(
-        "episodes failed in every attempt",
-        "environment.max_failed_fraction",
-        max_fraction,
-        window,
-        consequence=consequence,
-        warn=warn,
-    )
+    key = "environment.max_failed_fraction"
+    failed = "episodes failed in every attempt"
+    return FailureWindow(failed, key, max_fraction, window, consequence=consequence, warn=warn)
 
 
 class Episodes:
-    """Plays the episodes of groups.
-
-    Args:
-        seed: Of the run; the members of a group have the same seed.
-
-    Attributes:
-        progress: Messages of environments so far.
-    """
+    """Plays the episodes of groups. The members of a group have the same seed, which follows from the run's."""
 
     def __init__(self, environments: EnvironmentPool, limits: EpisodeLimits, failures: FailureWindow, seed: int):
         self.environments = environments
         self.limits = limits
         self.failures = failures
         self.seed = seed
-        self.progress = 0
+        self.progress = 0  # messages of environments so far
         self._groups: dict[str, EpisodeGroup] = {}  # by prompt id
 
     async def play(self, spec: GroupSpec, pool: EnginePool, requests: Requests) -> list[Trajectory]:
-        """Return the trajectories of a group, without those that failed.
-
-        Raises:
-            Aborted: The group was aborted.
-            EngineError: A request failed too often.
-            RunError: Environments failed too often.
-        """
+        """Return the trajectories of a group, without those that failed. Raises as `Rollouter.group`."""
         with pool.sticky_engine(spec.size) as sticky_engine:
             group = EpisodeGroup(spec, sticky_engine, requests)
             self._groups[spec.prompt.id] = group

@@ -10,29 +10,23 @@ from app.types import Completion, TokenSequence, VersionSpan
 class SampledSequence:
     """Collects the completions of one sequence, whose context the environment worker holds.
 
-        sequence = SampledSequence()
-        sequence.begin([1, 2, 3])                # the opening
-        sequence.add(completion)                 # 4 sampled tokens
-        sequence.begin([1, 2, 3, *sampled, 9])   # everything so far and an observation
-        sequence.tokens, sequence.response_tokens   # 8, 5
-
-    Attributes:
-        context: All tokens of the last request, [L] int32.
-        tokens: Tokens so far.
-        opening_tokens: Tokens before the first sampled one.
+    sequence = SampledSequence()
+    sequence.begin([1, 2, 3])                # the opening
+    sequence.add(completion)                 # 4 sampled tokens
+    sequence.begin([1, 2, 3, *sampled, 9])   # everything so far and an observation
+    sequence.tokens, sequence.response_tokens   # 8, 5
     """
 
     def __init__(self) -> None:
-        self.context = np.zeros(0, dtype=np.int32)
+        self.context = np.zeros(0, dtype=np.int32)  # [L] all tokens of the last request
         self.tokens = 0
-        self.opening_tokens = 0
+        self.opening_tokens = 0  # before the first sampled one
         self._starts: list[int] = []  # of each completion in the sequence
         self._completions: list[Completion] = []  # that are not empty
         self._token_ids = self.context  # up to the end of the last of them
 
     @property
     def response_tokens(self) -> int:
-        """Tokens after the opening."""
         return self.tokens - self.opening_tokens
 
     @property

@@ -73,11 +73,11 @@ def charts(runs: Sequence[RunData]) -> list[Chart]:
     for name in measured:
         if name not in charted and not re.fullmatch(NOT_SHOWN, name):
             found.append(("episodes" if name.startswith("environment/") else "more", name, {name: name}))
-    return [_chart(section, title, labels) for section, title, labels in found if labels]
 
-
-def _chart(section: str, title: str, labels: dict[str, str]) -> Chart:
-    metrics = tuple(labels)
-    form = next(form for form, pattern in FORMS if re.fullmatch(pattern, metrics[0]))
-    kind = "stack" if len(metrics) > 1 and re.fullmatch(STACKED, metrics[0]) else "line"
-    return Chart(section, title, metrics, tuple(labels.values()), form, kind, metrics[0] in LOGARITHMIC)
+    shown = []
+    for section, title, labels in (each for each in found if each[2]):
+        first, *others = labels
+        form = next(form for form, pattern in FORMS if re.fullmatch(pattern, first))
+        kind = "stack" if others and re.fullmatch(STACKED, first) else "line"
+        shown.append(Chart(section, title, tuple(labels), tuple(labels.values()), form, kind, first in LOGARITHMIC))
+    return shown

@@ -136,20 +136,18 @@ def rule_checks(run: RunData) -> list[Check]:
         history.add(row["step"], row)
         for name, problem in check_rules(history).items():
             found[name].append((history.last(RULES[name].metric)[0], problem))
-    return [_rule_check(name, steps) for name, steps in found.items() if steps]
 
+    checks = []
+    for name, steps in ((name, steps) for name, steps in found.items() if steps):
+        rule = RULES[name]
+        judged = steps[-1:] if rule.at_end else steps
+        value = max((value for value, _ in judged if math.isfinite(value)), default=math.nan)
+        shown = count(value) if value >= 1000 else f"{value:.3g}"
+        shown = f"{value:.1%}" if rule.metric.endswith("_fraction") else shown
 
-def _rule_check(name: str, steps: list[tuple[float, str | None]]) -> Check:
-    """Summarize the steps that judge a rule."""
-    rule = RULES[name]
-    judged = steps[-1:] if rule.at_end else steps
-    value = max((value for value, _ in judged if math.isfinite(value)), default=math.nan)
-    shown = count(value) if value >= 1000 else f"{value:.3g}"
-    if rule.metric.endswith("_fraction"):
-        shown = f"{value:.1%}"
-
-    problems = [problem for _, problem in judged if problem is not None]
-    if problems:
-        return Check(name, shown, f"{problems[-1]} {rule.advice}", Tone.warning)
-    over = any(problem is not None for _, problem in steps)
-    return Check(name, shown, f"{rule.metric}, {'last step' if rule.at_end else 'largest'}", Tone.good, over)
+        problems = [problem for _, problem in judged if problem is not None]
+        over = not problems and any(problem is not None for _, problem in steps)
+        text = f"{rule.metric}, {'last step' if rule.at_end else 'largest'}"
+        text = f"{problems[-1]} {rule.advice}" if problems else text
+        checks.append(Check(name, shown, text, Tone.warning if problems else Tone.good, over))
+    return checks

@@ -56,19 +56,23 @@ class Comparison:
 
     @property
     def settings(self) -> list[str]:
-        """The keys that vary besides the seed."""
         return [key for key in self.keys if key != SEED]
 
     @property
     def labels(self) -> list[str]:
-        """A short name of each key."""
         return [label(key, self.keys) for key in self.keys]
 
     @property
     def notes(self) -> list[str]:
         """What to know before the results are compared."""
-        evaluated = [run for run in self.runs if BEST in run.summary]
-        return [OTHER_ROWS] if len({_evaluation(run) for run in evaluated}) > 1 else []
+        rows = set()  # of each evaluation, as text
+        for run in (run for run in self.runs if BEST in run.summary):
+            settings = {key: value for key, value in run.config.items() if value is not None}
+            chosen = {key: value for key, value in settings.items() if EVALUATION.fullmatch(key)}
+            if not any(key.endswith("path") for key in chosen):
+                chosen |= {key: value for key, value in run.config.items() if ROWS.fullmatch(key)}
+            rows.add(yaml_text([run.summary.get("eval/prompts"), chosen]))
+        return [OTHER_ROWS] if len(rows) > 1 else []
 
     def seed_groups(self) -> dict[tuple[str, ...], list[RunData]]:
         """Return the finished runs by their values of `settings`, the best mean first; empty without a second seed."""
@@ -138,14 +142,6 @@ def label(key: str, keys: Sequence[str]) -> str:
         return key.split(".")[0]
     last = key.rpartition(".")[2]
     return last if sum(other.rpartition(".")[2] == last for other in keys) == 1 else key
-
-
-def _evaluation(run: RunData) -> str:
-    """Return what tells the evaluation's rows of two runs apart, as text."""
-    chosen = {key: value for key, value in run.config.items() if EVALUATION.fullmatch(key) and value is not None}
-    if not any(key.endswith("path") for key in chosen):
-        chosen |= {key: value for key, value in run.config.items() if ROWS.fullmatch(key)}
-    return yaml_text([run.summary.get("eval/prompts"), chosen])
 
 
 def _names(runs: Sequence[RunData], keys: Sequence[str]) -> list[str]:

@@ -40,7 +40,6 @@ class RunData:
     samples: list[Mapping[str, Any]]  # step, rows
 
     def values(self, name: str) -> list[float]:
-        """Return the measured values of a metric, in step order."""
         return [value for row in self.rows if (value := row.get(name)) is not None]
 
     @property
@@ -88,7 +87,7 @@ def read_run(folder: Path) -> RunData:
         config=config,
         overrides=overrides,
         warnings=list(warnings.values()),
-        samples=read_samples(folder, "eval" if config.get("mode") == Mode.eval.name else "step"),
+        samples=_samples(folder, "eval" if config.get("mode") == Mode.eval.name else "step"),
     )
 
 
@@ -119,10 +118,14 @@ def curves(rows: list[dict[str, Any]]) -> tuple[list[int], dict[str, list[float 
 
     names = sorted({name for row in rows for name in row} - {"step"})
     steps = [bucket[-1]["step"] for bucket in buckets]
-    return steps, {name: [_mean(bucket, name) for bucket in buckets] for name in names}
+    series: dict[str, list[float | None]] = {}
+    for name in names:
+        measured = [[row[name] for row in bucket if row.get(name) is not None] for bucket in buckets]
+        series[name] = [sum(values) / len(values) if values else None for values in measured]
+    return steps, series
 
 
-def read_samples(folder: Path, kind: str) -> list[Mapping[str, Any]]:
+def _samples(folder: Path, kind: str) -> list[Mapping[str, Any]]:
     """Return the samples of up to `SAMPLED_STEPS` evenly spaced steps, the first and the last included."""
     files = samples.sample_files(folder, kind)
     count = min(SAMPLED_STEPS, len(files))
@@ -173,8 +176,3 @@ def _short(text: str | None, limit: int = TEXT_LIMIT) -> str | None:
         return text
     half = limit // 2
     return f"{text[:half]}\n… {len(text) - limit} characters …\n{text[-half:]}"
-
-
-def _mean(bucket: list[dict[str, Any]], name: str) -> float | None:
-    values = [row[name] for row in bucket if row.get(name) is not None]
-    return sum(values) / len(values) if values else None

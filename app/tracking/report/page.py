@@ -25,6 +25,7 @@ from app.utils.files import replace_file
 
 NAME = "report.html"
 ASSETS = Path(__file__).parent / "assets"
+DOT = "<span class='dot {}'></span>"
 DETAILS = ("step time", "tok/s", "learned", "healthy")  # of a run, beside the columns of `run_table`
 
 
@@ -138,23 +139,18 @@ def _comparison(comparison: Comparison) -> str:
 
 
 def _details(run: RunData) -> list[str]:
-    """Return the cells of `DETAILS`."""
     speeds = (("time/step", seconds), ("throughput/completion_tokens_per_second", count))
     medians = [form(median_high(values)) if (values := run.values(name)) else MISSING for name, form in speeds]
     learned, _, healthy = health_checks(run)
-    return [*medians, *(f"{_dot(check.tone)}{escape(check.answer)}" for check in (learned, healthy))]
+    return [*medians, *(f"{DOT.format(check.tone.value)}{escape(check.answer)}" for check in (learned, healthy))]
 
 
 def _checks(run: RunData) -> str:
     rows = [
-        [f"{_dot(check.tone)}{escape(check.question)}", escape(check.answer), escape(check.explanation)]
+        [DOT.format(check.tone.value) + escape(check.question), escape(check.answer), escape(check.explanation)]
         for check in rule_checks(run)
     ]
     return _table([["check", "value", "meaning"], *rows]) if rows else ""
-
-
-def _dot(tone: Tone) -> str:
-    return f"<span class='dot {tone.value}'></span>"
 
 
 def _warnings(runs: Sequence[RunData], names: Sequence[str]) -> str:
@@ -184,7 +180,6 @@ def _changes(run: RunData) -> str:
 
 
 def _differences(runs: Sequence[RunData], names: Sequence[str]) -> str:
-    """Return a table of the settings that differ between the runs."""
     rows = []
     for key in sorted({key for run in runs for key in run.config}):
         values = [run.config.get(key, MISSING) for run in runs]
@@ -201,7 +196,6 @@ def _escaped(rows: Sequence[Sequence[str]]) -> list[list[str]]:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
-    """Return a table whose first row is its head. The cells are markup."""
     top = "".join(f"<th>{cell}</th>" for cell in rows[0])
     body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows[1:])
     return f"<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>"

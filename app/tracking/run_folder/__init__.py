@@ -17,20 +17,8 @@ WARNINGS = "logs/warnings.jsonl"
 CONFIG = "config"  # folder of the composed configuration
 ASIDE = "aside_"
 STEPPED = (metrics_file.NAME, PROMPTS, WARNINGS)  # one JSON object with a `step` per line
-ALL = (
-    metrics_file.NAME,
-    PROMPTS,
-    samples.FOLDER,
-    summary.NAME,
-    timeline.NAME,
-    "report.html",
-    CONFIG,
-    "export",
-    "final",
-    "logs",
-    "profile",
-    "tracking",
-)
+OTHERS = (samples.FOLDER, summary.NAME, timeline.NAME, "report.html", CONFIG)
+ALL = (metrics_file.NAME, PROMPTS, *OTHERS, "export", "final", "logs", "profile", "tracking")
 
 
 def read_config(folder: Path) -> tuple[dict[str, Any], list[str]]:
@@ -84,6 +72,5 @@ def set_later_aside(folder: Path, step: int) -> Path | None:
 
 
 def _next_aside(folder: Path) -> Path:
-    """Return the first unused name."""
     used = [int(path.name.removeprefix(ASIDE)) for path in folder.glob(f"{ASIDE}*") if is_aside(Path(path.name))]
     return folder / f"{ASIDE}{max(used, default=0) + 1}"

@@ -41,11 +41,7 @@ class MetricsFile:
         return self._row["step"] if self._row else None
 
     def append(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add a line, or extend the last line if it is of the same step.
-
-        Raises:
-            ValueError: `step` comes before the last line's step.
-        """
+        """Add a line, or extend the last one of the same step. Raises `ValueError` if `step` comes before it."""
         last = self.last_step
         if last is not None and step < last:
             raise ValueError(f"step {step} comes after step {last} in {self._file.name}")

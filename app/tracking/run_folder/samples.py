@@ -23,15 +23,9 @@ Decode = Callable[[Sequence[int]], str]  # token ids → text
 def write_samples(
     folder: Path, step: int, groups: Sequence[Group], count: int, decode: Decode | None = None, *, kind: str = "step"
 ) -> Path | None:
-    """Write up to `count` trajectories of a step.
+    """Write up to `count` trajectories of a step; return the file, None if there is nothing to write.
 
-    Args:
-        groups: All groups of the step.
-        count: How many trajectories to write.
-        decode: Converts prompt tokens to text; None leaves the prompt's text out.
-        kind: `step` for training data, `eval` for the samples of an evaluation after that step.
-
-    Returns the file, or None if there is nothing to write.
+    `decode` turns prompt tokens into text; None leaves it out. `kind`: `step`, or `eval` after that step.
     """
     chosen = choose(groups, count)
     if not chosen:

@@ -94,7 +94,6 @@ class Summary:
         return round(self._seconds_before + time.monotonic() - self._started, 3)
 
     def write(self) -> None:
-        """Replace `summary.json`."""
         content: dict[str, object] = {"status": self._status.value, **self.facts, **self.values}
         content["total/seconds"] = self.seconds
         if self._error is not None:

@@ -54,7 +54,6 @@ class Timeline:
         self._next_write = self.now() + WRITE_EVERY_S
 
     def now(self) -> float:
-        """Return Unix seconds from this timeline's steady clock."""
         return self._clock_zero + time.perf_counter()
 
     @contextmanager
@@ -72,7 +71,6 @@ class Timeline:
         self._spans.append(Span(track, name, start, max(start, end), args or {}))
 
     def write(self, folder: Path) -> None:
-        """Replace `timeline.json` in the run folder."""
         spans = sorted(self._spans, key=lambda span: (span.start, -span.end))
         zero = spans[0].start if spans else self.now()
         content = {
@@ -108,12 +106,7 @@ class Timeline:
 
 
 def trace_events(spans: list[Span], zero: float) -> list[dict[str, object]]:
-    """Return metadata and complete events. Tracks are in order of their first span.
-
-    Args:
-        spans: Sorted by start, longer ones first.
-        zero: Unix seconds of the trace's origin.
-    """
+    """Return metadata and events of sorted spans; `zero` is their origin. Tracks are in order of their first span."""
     rows: dict[str, list[list[float]]] = {}  # track → its rows → the ends of the row's open spans, outermost first
     row_of_span = [_assign_row(rows.setdefault(span.track, []), span) for span in spans]
 

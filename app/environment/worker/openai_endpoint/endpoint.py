@@ -21,13 +21,15 @@ from functools import partial
 from http import HTTPStatus
 from typing import Any
 
-from app.environment.protocol import EpisodeOver, Message, Policy
+from app.environment.protocol import EpisodeOver, Message, OutOfTokens, Policy
 from app.environment.worker.openai_endpoint import openai_api
 from app.environment.worker.openai_endpoint.http_server import HEAD_BYTES, HttpRequest, serve_connection
 from app.environment.worker.openai_endpoint.openai_api import Refusal
 from app.environment.worker.sequences import message_key
 
 SESSION_HEADER = "X-Session-ID"
+# Clients know an overflow by these words or by its code, and shorten the conversation or end it.
+OUT_OF_TOKENS = "This model's maximum context length is reached: the episode has no tokens left."
 
 
 @dataclass(eq=False)
@@ -62,10 +64,8 @@ class Endpoint:
     def open(self, policy: Policy, session: str | None = None) -> Connection:
         """Serve an episode from now on.
 
-        Args:
-            policy: Called for each request.
-            session: Value of the header X-Session-ID of the episode's requests, which then all go to one URL, so that
-                one client serves all episodes. None: the episode has a secret, and so a URL, of its own.
+        With a `session`, its requests have the header X-Session-ID and go to one URL, so that one client serves all
+        episodes. Without, the episode has a secret, and so a URL, of its own.
         """
         origin = self._listen()
         secret = secrets.token_urlsafe(24) if session is None else self._shared
@@ -85,7 +85,6 @@ class Endpoint:
             self._loop.call_soon_threadsafe(task.cancel)
 
     def _listen(self) -> str:
-        """Listen from now on, and return the server's origin."""
         with self._lock:
             if self._socket is None:
                 self._socket = socket.create_server(("127.0.0.1", 0), backlog=512)
@@ -134,7 +133,10 @@ class Endpoint:
             return await task
         except EpisodeOver as over:
             connection.over = over
-            raise openai_api.refusal_of(over) from None
+            if isinstance(over, OutOfTokens):
+                raise Refusal(OUT_OF_TOKENS, code="context_length_exceeded") from None
+            ended = f"The policy is not sampled again in this episode ({over.ending})."
+            raise Refusal(ended, code="episode_over") from None
         except asyncio.CancelledError:
             if task.cancelled() and connection not in self._connections.values():
                 raise Refusal("The episode is over.", HTTPStatus.NOT_FOUND) from None

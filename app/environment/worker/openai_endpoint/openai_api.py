@@ -6,13 +6,11 @@ from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
-from app.environment.protocol import EpisodeOver, Message, OutOfTokens, Reply, Sampled, Tool
+from app.environment.protocol import Message, Reply, Sampled, Tool
 from app.environment.worker.sequences import message_key
 from app.utils.chat_messages import WrongMessages, normalized
 
 MODEL = "policy"
-# Clients know an overflow by these words or by its code, and shorten the conversation or end it.
-OUT_OF_TOKENS = "This model's maximum context length is reached: the episode has no tokens left."
 RUN_KEYS = (  # keys of a request that the run decides
     *("temperature", "top_p", "top_k", "min_p", "seed", "logit_bias"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
@@ -37,13 +35,6 @@ class Refusal(Exception):
         super().__init__(text)
         self.status = status
         self.body = {"error": {"message": text, "type": "invalid_request_error", "param": None, "code": code}}
-
-
-def refusal_of(over: EpisodeOver) -> Refusal:
-    """The response to an agent whose episode has reached a limit."""
-    if isinstance(over, OutOfTokens):
-        return Refusal(OUT_OF_TOKENS, code="context_length_exceeded")
-    return Refusal(f"The policy is not sampled again in this episode ({over.ending}).", code="episode_over")
 
 
 def is_bad_request(error: BaseException) -> bool:
@@ -77,12 +68,8 @@ def read_chat(
 ) -> tuple[list[Message], list[Tool] | None, int | None]:
     """Read a request to `chat/completions`: messages as the policy takes them, tools, and the limit of tokens.
 
-    Args:
-        replies_sent: The policy's replies in this episode, by `message_key` of what the agent was sent for them. An
-            agent may send them back without the reasoning, or with null fields: they count as what they were.
-
-    Raises:
-        Refusal: It needs what is not served.
+    `replies_sent` are the policy's replies, by `message_key` of what the agent was sent for them. An agent may send
+    them back without the reasoning, or with null fields. Raises `Refusal` for what is not served.
     """
     _refuse_chat(body)
     messages = body.get("messages")
@@ -93,18 +80,12 @@ def read_chat(
     keys = [message_key(message) for message in read]
     for place, key in enumerate(keys):
         if replies := replies_sent.get(key):
-            read[place] = _match_reply(read[place], replies, keys[place:].count(key))
+            # of the replies with this text, the one with this reasoning, else by its place among the latest ones
+            reasoning = read[place].get("reasoning_content")
+            same = [each for each in replies if reasoning and each.get("reasoning_content") == reasoning]
+            left = keys[place:].count(key)
+            read[place] = same[-1] if same else replies[max(0, len(replies) - left)]
     return read, body.get("tools") or None, max_tokens_of(body)
-
-
-def _match_reply(message: Message, replies: Sequence[Message], left: int) -> Message:
-    """Return which of the replies with its text, oldest first, a message is: by its reasoning, else by its place.
-
-    `left`: messages of the conversation with this text, from this one on. They are the latest replies.
-    """
-    reasoning = message.get("reasoning_content")
-    same = [each for each in replies if reasoning and each.get("reasoning_content") == reasoning]
-    return same[-1] if same else replies[max(0, len(replies) - left)]
 
 
 def chat_message(reply: Reply, number: int) -> dict[str, Any]:
@@ -146,11 +127,7 @@ def chat_answer(message: Mapping[str, Any], reply: Reply, model: object) -> dict
 
 
 def read_generate(body: Mapping[str, Any]) -> tuple[list[int], int | None]:
-    """Read a request to vLLM's `generate`: token ids [L], and the limit of tokens.
-
-    Raises:
-        Refusal: It needs what is not served.
-    """
+    """Read token ids [L] and the limit of tokens from vLLM's `generate`. Raises `Refusal` for what is not served."""
     if body.get("features") or body.get("content_parts"):
         raise Refusal("Images, audio and video are not supported: the policy reads text only.")
     _refuse(body, STREAM)
@@ -159,11 +136,8 @@ def read_generate(body: Mapping[str, Any]) -> tuple[list[int], int | None]:
     token_ids = body.get("token_ids")
     if not isinstance(sampling, dict):
         raise Refusal("sampling_params must be an object.")
-    if (
-        not isinstance(token_ids, list)
-        or not token_ids
-        or not all(type(each) is int and each >= 0 for each in token_ids)
-    ):
+    are_tokens = isinstance(token_ids, list) and all(type(each) is int and each >= 0 for each in token_ids)
+    if not token_ids or not are_tokens:
         raise Refusal("token_ids must be a list of at least one token id.")
 
     _refuse(sampling, STOP)
@@ -220,13 +194,10 @@ def _refuse_chat(body: Mapping[str, Any]) -> None:
     if form is not None and (not isinstance(form, dict) or form.get("type") != "text"):
         raise Refusal("response_format must be text: the policy samples without constraints.")
     tools = body.get("tools")
-    if tools and not (isinstance(tools, list) and all(_is_function(tool) for tool in tools)):
-        raise Refusal('tools must be a list of {"type": "function", "function": {"name": ...}}.')
-
-
-def _is_function(tool: object) -> bool:
-    function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
-    return isinstance(function, dict) and isinstance(function.get("name"), str)
+    for tool in (tools if isinstance(tools, list) else [None]) if tools else ():
+        function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise Refusal('tools must be a list of {"type": "function", "function": {"name": ...}}.')
 
 
 def read_messages(messages: Sequence[Any]) -> list[Message]:
