@@ -2,18 +2,14 @@
 
     python -m tests.bench.trainer [--rounds N] [--out FILE [--add]]
 
-All train the same random Qwen3 (512 wide, 8 layers, the real vocabulary of 151,936) on the same trajectories with
-long-tailed lengths, with the same loss, AdamW, float32, activation checkpointing, number of threads and at most 1,600
-positions a microbatch. `ours` is the step of a rank alone: packed microbatches, the head in chunks, AdamW in one
-kernel. `plain` is the best that padded batches allow, `naive` the shortest loop to write: see plain_trainer.py. On
-AMD's CPUs `ours` computes its products with oneDNN (app/cpu_engine/matmul.py); `plain_onednn` is `plain` with the same
-products.
+All train the same random Qwen3 (512 wide, 8 layers, vocabulary 151,936) on the same trajectories with long-tailed
+lengths, with the same loss, AdamW, float32, recomputation, threads and at most 1,600 positions a microbatch. `ours` is
+the step of a rank alone; `plain` and `naive` are described in plain_trainer.py. On AMD's CPUs `ours` computes its
+products with oneDNN (app/cpu_engine/matmul.py), and so does `plain_onednn`.
 
 Each measurement is a separate process, and the four take turns. Memory is the peak resident size during the step,
 minus the size before the model was loaded and four times the parameters (parameters, gradients, AdamW's two moments).
-All report their gradient norm, which shows that they computed the same. The work of each (positions, FLOPs of matrix
-products) is counted in a step of its own: its ratio is the speedup that less work explains. Ratios are medians of the
-rounds' ratios. `--add` adds rounds to those in FILE. Prints one JSON line.
+Equal gradient norms show equal computations. The work is counted in a step of its own. `--add` adds rounds to FILE.
 """
 
 import gc
