@@ -25,11 +25,6 @@ LORA = LoraConfig(rank=3, alpha=2.0)
 ALL = LoraConfig()
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_qwen3(tmp_path_factory.mktemp("policy"), tied=False)
-
-
 # --- whose adapters
 
 

@@ -34,7 +34,6 @@ from app.types import (
     TrainerMemory,
     VersionSpan,
 )
-from tests.model.support import save_qwen3
 from tests.simulated_environments import InProcessEnvironments
 from tests.simulation import RIGHT, WRONG, SimEngine, World, config, play
 
@@ -49,11 +48,6 @@ DAPO = AlgorithmConfig(
     dynamic_sampling=True,
 )
 SEVERAL_UPDATES = AlgorithmConfig(prompts_per_step=6, group_size=4, updates_per_step=3, dynamic_sampling=True)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_qwen3(tmp_path_factory.mktemp("qwen3"))
 
 
 class Recorded(SimEngine):

@@ -22,18 +22,11 @@ from app.environment.rendering import renderer_for
 from app.environment.wire import Limits
 from app.model.load import load
 from app.types import Completion, FinishReason, GroupRequest, VersionSpan
-from tests.model.support import save_qwen3
 from tests.placement.test_same_parameters import hash_of, train
 from tests.simulated_environments import InProcessEnvironments
 from tests.simulation import RIGHT, WRONG, SimEngine, config
 
 GRPO = AlgorithmConfig(prompts_per_step=6, group_size=4)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
-    return save_qwen3(tmp_path_factory.mktemp("qwen3"))
 
 
 class Seeded:
@@ -90,6 +83,7 @@ def environments_of(make: Callable[[], Any], model: Path) -> InProcessEnvironmen
 
 
 def test_fully_async_at_staleness_0_and_colocate_give_the_same_parameters(tmp_path: Path, model: Path) -> None:
+    torch.set_num_threads(1)
     common: dict[str, Any] = {"steps": 2, "algorithm": GRPO, "max_inflight_groups": 5, "max_completion_tokens": 60}
     begin = load(model, mesh=None, device="cpu")
     first = torch.cat([parameter.detach().double().flatten() for parameter in begin.parameters()])
@@ -111,6 +105,7 @@ def test_an_environment_that_ends_after_one_reply_gives_the_parameters_of_a_sing
     kind: PlacementKind, tmp_path: Path, model: Path
 ) -> None:
     """Bit by bit, after three steps."""
+    torch.set_num_threads(1)
     made = config(kind, steps=3, algorithm=GRPO, max_staleness=0, stream=Stream.off)
     single, groups = train(tmp_path, model, made, Kind.sgd, engine=RecordedTurns)
     environments = environments_of(OneReply, model)
