@@ -21,29 +21,15 @@ VOCABULARIES = (151_936, 248_320)
 TOKENS = 2048
 WAYS = ("chunked", "full")
 HIDDEN = 128
-
-
-def save_model(folder: Path, vocabulary: int) -> Path:
-    import torch
-
-    from app.device.torchvision_shim import transformers
-    from tests.tiny_models.tokenizer import build_tokenizer
-
-    config = transformers().Qwen3Config(
-        vocab_size=vocabulary,
-        hidden_size=HIDDEN,
-        intermediate_size=3 * HIDDEN,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=64,
-        tie_word_embeddings=True,
-        dtype="float32",
-    )
-    torch.manual_seed(0)
-    transformers().Qwen3ForCausalLM(config).save_pretrained(folder)
-    build_tokenizer(4096).save_pretrained(folder)
-    return folder
+SHAPES = {
+    "hidden_size": HIDDEN,
+    "intermediate_size": 3 * HIDDEN,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "tie_word_embeddings": True,
+}
 
 
 def measure(way: str, path: Path) -> float:
@@ -96,10 +82,12 @@ def in_subprocess(way: str, path: Path) -> int:
 
 def one_round(folder: Path) -> dict[str, Any]:
     """Return the load before the round, and the MiB of each cell."""
+    from tests.bench.random_model import save_qwen3
+
     before = conditions()
     cells: dict[str, int] = {}
     for vocabulary in VOCABULARIES:
-        path = save_model(folder / str(vocabulary), vocabulary)
+        path = save_qwen3(folder / str(vocabulary), **SHAPES, vocab_size=vocabulary)
         for way in WAYS:
             cells[f"{way} {vocabulary} {TOKENS}"] = in_subprocess(way, path)
     return {"before": before, "mib": cells}

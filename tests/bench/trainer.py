@@ -40,7 +40,7 @@ from tests.bench.machine import (
     spread,
 )
 
-SHAPES = {
+SHAPES: dict[str, Any] = {
     "vocab_size": 151936,
     "hidden_size": 512,
     "intermediate_size": 1536,
@@ -78,18 +78,6 @@ def trajectory(prompt: Prompt, random: np.random.Generator, length: int) -> Traj
 
 def tokens(random: np.random.Generator, count: int) -> np.ndarray:
     return random.integers(0, SHAPES["vocab_size"], count).astype(np.int32)
-
-
-def save_model(folder: Path) -> Path:
-    import torch
-
-    from app.device.torchvision_shim import transformers
-    from tests.tiny_models.tokenizer import build_tokenizer
-
-    torch.manual_seed(0)
-    transformers().Qwen3ForCausalLM(transformers().Qwen3Config(**SHAPES, dtype="float32")).save_pretrained(folder)
-    build_tokenizer(4096).save_pretrained(folder)
-    return folder
 
 
 # --- the implementations
@@ -217,7 +205,9 @@ def run_round(path: Path) -> dict[str, Any]:
 
 
 def compare(rounds: int, earlier: dict[str, Any], folder: Path) -> dict[str, Any]:
-    path = save_model(folder / "model")
+    from tests.bench.random_model import save_qwen3
+
+    path = save_qwen3(folder / "model", **SHAPES)
     work = earlier.get("work") or {way: in_subprocess("count", way, path) for way in WAYS}
     return summary(work, [*earlier.get("rounds", []), *(run_round(path) for _ in range(rounds))])
 
