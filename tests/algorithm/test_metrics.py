@@ -12,10 +12,8 @@ from hypothesis import strategies as st
 from app.algorithm.advantage import score
 from app.algorithm.metrics import (
     TABLE,
-    Denominator,
     advantage_metrics,
     correct,
-    finalize,
     group_metrics,
     merge,
     pass_at_k,
@@ -112,37 +110,6 @@ def test_merging_is_associative_commutative_and_has_a_neutral_element(
     assert merge(merge(one, two), three) == merge(one, merge(two, three))
     assert merge(one, two) == merge(two, one)
     assert merge(one, {}) == merge({}, one) == one
-
-
-def test_each_metric_is_divided_by_its_own_denominator() -> None:
-    sums = {
-        "loss/policy": 6.0,
-        "entropy": 6.0,
-        "ratio/sequence_mean": 6.0,
-        "ratio/max": 6.0,
-        "ratio/min": 0.5,
-        "mismatch/kl": 6.0,
-        "mismatch/tokens": 6.0,
-        "mismatch/weight": 6.0,
-        "mismatch/weight_square": 8.0,
-    }
-    assert finalize(sums, tokens=12, sequences=3, loss=2) == {
-        "loss/policy": 3.0,
-        "entropy": 0.5,
-        "ratio/sequence_mean": 2.0,
-        "ratio/max": 6.0,
-        "ratio/min": 0.5,
-        "mismatch/kl": 1.0,
-        "mismatch/effective_sample_size": 0.75,
-    }
-
-
-def test_maxima_and_minima_are_merged_as_such() -> None:
-    merged = merge(
-        {"ratio/max": 2.0, "ratio/min": 0.5, "entropy": 1.0}, {"ratio/max": 3.0, "ratio/min": 0.7, "entropy": 1.0}
-    )
-    assert merged == {"ratio/max": 3.0, "ratio/min": 0.5, "entropy": 2.0}
-    assert {name for name, over in TABLE.items() if over is Denominator.max} == {"ratio/max", "mismatch/max_ratio"}
 
 
 def test_groups_of_several_sources_are_measured_by_source() -> None:

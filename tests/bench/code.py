@@ -1,8 +1,6 @@
 """Programs a second of `reward=code`, through the scorer.
 
-    python -m tests.bench.code [--programs 400] [--rounds 3] [--out FILE]
-
-Prints one JSON line. The machine is looked at before each round.
+python -m tests.bench.code [--programs 400] [--rounds 3] [--out FILE]
 """
 
 import time

@@ -9,9 +9,8 @@ takes 10 ms a group and is the slower side. The time is that of the whole driver
 included. Ray's own processes are not counted.
 
 In each round the same run without Ray takes turns with it: engines and trainer answer inside the driver, without a copy
-of anything. The difference is Ray's share: calls, pickling, and copies into and out of the object store. Weight syncs,
-and what each step asks every engine, are answered inside the driver on both sides; the CPU time of one call of an
-engine is given separately.
+of anything. The difference is Ray's share. Weight syncs, and what each step asks every engine, are answered inside the
+driver on both sides.
 """
 
 import asyncio
@@ -26,7 +25,6 @@ from typing import Any
 import numpy as np
 
 from app.placement.fully_async import FullyAsync
-from app.protocols import RolloutEngine
 from app.rollout.engine.pool import EnginePool
 from app.rollout.engine.remote import RemoteEngine
 from app.tracking.recorder import RunFolderRecorder
@@ -142,13 +140,6 @@ class Actors:
 
         return RemoteTrainer([self.rank], timeout_s=600.0, logs=folder)
 
-    async def call_us(self) -> float:
-        """Return the CPU microseconds of one call of an engine, in a round of calls of all of them."""
-        pool = EnginePool([RemoteEngine(f"engine {index}", self.hosts[index % HOSTS]) for index in range(ENGINES)])
-        began = time.process_time()
-        assert len(await pool.each(RolloutEngine.memory)) == ENGINES
-        return (time.process_time() - began) / ENGINES * 1e6
-
 
 def run_once(actors: Actors | None) -> float:
     """Return the CPU microseconds of a whole run in this process, per completion."""
@@ -187,7 +178,6 @@ def one_round(actors: Actors) -> dict[str, Any]:
         "us": with_ray,
         "us_without_ray": without,
         "us_of_ray": round(with_ray - without, 1),
-        "us_of_an_engine_call": round(asyncio.run(actors.call_us()), 1),
     }
 
 
@@ -195,17 +185,11 @@ def main() -> None:
     given, _ = Options(__doc__).parse()
     actors = Actors()
     rounds = [one_round(actors) for _ in range(given.rounds)]
-    us, ray, without, call = (
-        spread((each[name] for each in rounds), 1)
-        for name in ("us", "us_of_ray", "us_without_ray", "us_of_an_engine_call")
-    )
+    us, ray = (spread((each[name] for each in rounds), 1) for name in ("us", "us_of_ray"))
     result = {
         "benchmark": "controller",
         "driver_cpu_us_per_completion": us,
         "of_them_ray": ray,
-        "without_ray": without,
-        "ray_share": spread((each["us_of_ray"] / each["us"] for each in rounds), 2),
-        "us_of_an_engine_call": call,
         "target_us": TARGET_US,
         "completions": COMPLETIONS,
         "engines": ENGINES,

@@ -4,15 +4,12 @@
 
 Both run the same workload on the same two cores, in turns: a random Qwen3 (6 layers, 256 wide, vocabulary of 64, so
 that a completion ends by chance after 64 tokens on average, at 256 at the latest), 16 prompts of 16 tokens per step,
-groups of 8, a trivial reward, one AdamW update per step, float32. TRL trains the completions of a step in microbatches
-of 8 rows of up to 272 positions (gradient accumulation), which is our budget of 2,048 tokens within 7 %. It generates
-all 128 at once with transformers (it can also use vLLM, which is not measured). PYTHON is the interpreter of an
-environment with TRL; tests/bench/trl_grpo.py shows how to create one.
+groups of 8, a trivial reward, one AdamW update per step, float32. TRL trains in microbatches of 8 rows of up to 272
+positions, which is our budget of 2,048 tokens within 7 %, and generates all 128 completions at once with transformers.
+PYTHON is the interpreter of an environment with TRL; tests/bench/trl_grpo.py shows how to create one.
 
-`--tune` then runs TRL with other settings, once each, to show which serves it best. The first step of each run is not
-counted. A step lasts from its start to the start of the next one, on both sides. Memory is the peak of the
-proportional set size summed over all processes of a run. Ratios are medians of the rounds' ratios. `--add` adds to the
-rounds and settings in FILE, which is written after each of them. Prints one JSON line.
+`--tune` then runs TRL with other settings, once each. A step lasts from its start to the start of the next one, on both
+sides. Memory is the peak of the proportional set size summed over all processes of a run. `--add` adds to FILE.
 """
 
 import json

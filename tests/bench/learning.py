@@ -2,17 +2,11 @@
 
     python -m tests.bench.learning [NAME …] [--out FILE]
 
-Each run is `python -m app` with the overrides below; of an algorithm only the updates
-per step and its prompts are overridden, where a name says so. Reports the held-out
-accuracy before and after, the composed updates per step, the mean fractions of clipped tokens, the largest staleness
-trained on, and the median step and completion tokens per second without the first three steps. Prints one JSON line.
-`--out FILE` replaces these runs in the file and keeps the others of this list. `presets` is short for the eight runs
-of the four presets in both placements, `objectives` for each objective at three updates a step and at staleness 4,
-`real` for those of SmolLM2-135M-Instruct, which take a quarter of an hour each and have a file of their own,
-`learning_real.json`. `gsm8k` takes two hours and has `gsm8k.json`; its rows are `train.jsonl` and `test.jsonl` of
-https://github.com/openai/grade-school-math, in the folder that POSTTRAIN_GSM8K names.
-A run that fails is no result: it is named at the end, and the exit code is 1. One that began on a busy machine has its
-accuracies, but no times.
+Each run is `python -m app` with the overrides below. `--out FILE` replaces these runs in the file and keeps its others.
+`presets` is short for the four presets in both placements, `objectives` for each objective at three updates a step and
+at staleness 4, `real` for SmolLM2-135M-Instruct (`learning_real.json`, a quarter of an hour each), `gsm8k` for two
+hours with `train.jsonl` and `test.jsonl` of https://github.com/openai/grade-school-math in the folder POSTTRAIN_GSM8K.
+A run that fails is named at the end, and the exit code is 1. One that began on a busy machine has no times.
 """
 
 import argparse

@@ -2,8 +2,7 @@
 
     python -m tests.bench.matmul [--rounds N] [--out FILE]
 
-The shapes are those of an engine's decode step and of a trainer's forward and backward pass. Both compute the same
-products in turns, in one process. Prints one JSON line.
+The shapes are those of an engine's decode step and of a trainer's forward and backward pass.
 """
 
 import time

@@ -1,13 +1,11 @@
-"""Memory of one forward and backward by sequence length and vocabulary, with and without chunks of the head.
+"""Memory of one forward and backward over 2,048 tokens by vocabulary, with and without chunks of the head.
 
     python -m tests.bench.memory [--rounds N] [--out FILE] [--add]
 
 A random Qwen3 of one layer, 128 wide, in float32, so that the head dominates; one sequence, every token trained.
-`chunked` is the trainer's policy model. `full` is the same model with all logits at once, log_softmax and gather, the
-common way to use transformers' models. Each cell is a separate process: peak resident size during the pass minus the
-size before it; null where four copies of the logits would fill more than half of the free memory. The vocabularies are
-those of Qwen3 and Qwen3.5. Both ways take turns in each round. Prints one JSON line: the median and the spread of the
-rounds. `--add` adds rounds to those in FILE.
+`chunked` is the trainer's policy model, `full` the same model with all logits at once, log_softmax and gather, the
+common way to use transformers' models. Each cell is a process of its own: peak resident size during the pass minus the
+size before it. The vocabularies are those of Qwen3 and Qwen3.5. `--add` adds rounds to those in FILE.
 """
 
 import subprocess
@@ -17,40 +15,24 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from tests.bench.machine import Options, busy, conditions, machine, peak_rss_mib, publish, reset_peak, rss_mib, spread
 
 VOCABULARIES = (151_936, 248_320)
-LENGTHS = (512, 1024, 2048, 4096)  # tokens
+TOKENS = 2048
 WAYS = ("chunked", "full")
 HIDDEN = 128
+SHAPES = {
+    "hidden_size": HIDDEN,
+    "intermediate_size": 3 * HIDDEN,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "tie_word_embeddings": True,
+}
 
 
-def save_model(folder: Path, vocabulary: int) -> Path:
-    import torch
-
-    from app.device.torchvision_shim import transformers
-    from tests.tiny_models.tokenizer import build_tokenizer
-
-    config = transformers().Qwen3Config(
-        vocab_size=vocabulary,
-        hidden_size=HIDDEN,
-        intermediate_size=3 * HIDDEN,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=64,
-        tie_word_embeddings=True,
-        dtype="float32",
-    )
-    torch.manual_seed(0)
-    transformers().Qwen3ForCausalLM(config).save_pretrained(folder)
-    build_tokenizer(4096).save_pretrained(folder)
-    return folder
-
-
-def measure(way: str, path: Path, length: int) -> float:
+def measure(way: str, path: Path) -> float:
     """Return the MiB that a pass adds. A short pass before it has allocated the gradients."""
     import torch
 
@@ -81,7 +63,7 @@ def measure(way: str, path: Path, length: int) -> float:
     run(2)
     before = rss_mib()
     reset_peak()
-    run(length)
+    run(TOKENS)
     return peak_rss_mib() - before
 
 
@@ -92,57 +74,47 @@ def hidden_states(policy: Any, inputs: dict[str, Any]) -> Any:
     return out.last_hidden_state[0, :-1]
 
 
-def fits(vocabulary: int, length: int) -> bool:
-    return 4 * 4 * vocabulary * length < psutil.virtual_memory().available / 2
-
-
-def in_subprocess(way: str, path: Path, length: int) -> int:
-    command = [sys.executable, "-m", "tests.bench.memory", "--way", way, "--model", str(path), "--tokens", str(length)]
+def in_subprocess(way: str, path: Path) -> int:
+    command = [sys.executable, "-m", "tests.bench.memory", "--way", way, "--model", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return round(float(done.stdout.splitlines()[-1]))
 
 
 def one_round(folder: Path) -> dict[str, Any]:
     """Return the load before the round, and the MiB of each cell."""
+    from tests.bench.random_model import save_qwen3
+
     before = conditions()
     cells: dict[str, int] = {}
     for vocabulary in VOCABULARIES:
-        path = save_model(folder / str(vocabulary), vocabulary)
-        for length in LENGTHS:
-            for way in WAYS:
-                if way == "chunked" or fits(vocabulary, length):
-                    cells[f"{way} {vocabulary} {length}"] = in_subprocess(way, path, length)
+        path = save_qwen3(folder / str(vocabulary), **SHAPES, vocab_size=vocabulary)
+        for way in WAYS:
+            cells[f"{way} {vocabulary} {TOKENS}"] = in_subprocess(way, path)
     return {"before": before, "mib": cells}
 
 
 def table(rounds: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the spread of each cell, and of the ratio of both ways in a round; null without such a cell."""
-    rows = []
-    for vocabulary in VOCABULARIES:
-        for length in LENGTHS:
-            cell = f"{vocabulary} {length}"
-            pairs = [[each["mib"].get(f"{way} {cell}") for way in WAYS] for each in rounds]
-            whole = [(chunked, full) for chunked, full in pairs if full is not None]
-            rows.append(
-                {
-                    "vocabulary": vocabulary,
-                    "tokens": length,
-                    "chunked_mib": spread((chunked for chunked, _ in pairs), 0),
-                    "full_mib": spread((full for _, full in whole), 0) if whole else None,
-                    "chunked_over_full": spread((chunked / full for chunked, full in whole), 3) if whole else None,
-                }
-            )
-    return rows
+    """Return the spread of each cell."""
+    return [
+        {
+            "vocabulary": vocabulary,
+            "tokens": TOKENS,
+            **{
+                f"{way}_mib": spread((each["mib"][f"{way} {vocabulary} {TOKENS}"] for each in rounds), 0)
+                for way in WAYS
+            },
+        }
+        for vocabulary in VOCABULARIES
+    ]
 
 
 def main() -> None:
     options = Options(__doc__, adds=True)
     options.add_argument("--way", choices=WAYS, help="measure only this one, in this process")
     options.add_argument("--model", type=Path)
-    options.add_argument("--tokens", type=int)
     given, earlier = options.parse()
     if given.way:
-        print(measure(given.way, given.model, given.tokens))
+        print(measure(given.way, given.model))
         return
 
     rounds = earlier.get("rounds", [])

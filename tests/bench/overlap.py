@@ -5,7 +5,7 @@
 The real controllers, staleness manager and buffer; engines and trainer are simulated in virtual time. The seconds of a
 group are log-normal, with a long tail truncated at the length limit, and independent of the engine's load (decoding is
 bound by memory bandwidth). So generating a step takes the sum of its groups' seconds over the groups in flight.
-colocate uses both halves of the devices in each phase. Prints one JSON line.
+colocate uses both halves of the devices in each phase.
 """
 
 import os

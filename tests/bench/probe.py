@@ -2,9 +2,8 @@
 
     python -m tests.bench.probe --rounds 3 --out tests/bench/results/probe.json
 
-The quickstart's share is measured: seconds in which the trainer compared, over those of all steps, and tokens that
-engines sampled for it over all. A preset's share is counted: its probes' tokens, each with forward FLOPs, over those of
-the trajectories between two probes, with forward and backward.
+The quickstart's shares of seconds and of sampled tokens are measured. A preset's share is counted: the forward FLOPs of
+its probes over those of the trajectories between two probes, forward and backward.
 """
 
 import json

@@ -49,6 +49,16 @@ def save_random_qwen3(folder: Path, shapes: Mapping[str, Any]) -> Path:
     return folder
 
 
+def save_qwen3(folder: Path, *, tokenizer: Any = None, **shapes: Any) -> Path:
+    """Save a Qwen3 of these shapes in float32 as transformers initializes it, and a tokenizer; return the folder."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        config = transformers().Qwen3Config(**shapes, dtype="float32")
+        transformers().Qwen3ForCausalLM(config).save_pretrained(folder)
+    (tokenizer or build_tokenizer(4096)).save_pretrained(folder)
+    return folder
+
+
 def save_baseline_model(folder: Path) -> Path:
     """Save a Qwen3 (6 layers, 256 wide) and a tokenizer with the words `w2` … `w63`; return the folder.
 
@@ -59,7 +69,9 @@ def save_baseline_model(folder: Path) -> Path:
     words = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = transformers().PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
-    config = transformers().Qwen3Config(
+    return save_qwen3(
+        folder,
+        tokenizer=tokenizer,
         vocab_size=VOCABULARY,
         hidden_size=256,
         intermediate_size=768,
@@ -72,10 +84,4 @@ def save_baseline_model(folder: Path) -> Path:
         pad_token_id=0,
         eos_token_id=EOS,
         bos_token_id=None,
-        dtype="float32",
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        transformers().Qwen3ForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder

@@ -1,13 +1,11 @@
 """The comparisons with TRL count wall-clock time, and take TRL in the dtype that serves it better."""
 
-import os
 from pathlib import Path
 
 import pytest
 
 from app.tracking.run_folder.timeline import Timeline
 from tests.bench import end_to_end, real_models
-from tests.bench.end_to_end import Memory
 
 
 def test_a_step_lasts_until_the_next_one_starts(tmp_path: Path) -> None:
@@ -18,14 +16,6 @@ def test_a_step_lasts_until_the_next_one_starts(tmp_path: Path) -> None:
         timeline.add("driver", "train", start + 2, start + 5, {"step": step})
     timeline.write(tmp_path)
     assert end_to_end.step_seconds(tmp_path) == pytest.approx([7.0, 13.5], abs=1e-5)
-
-
-def test_a_counted_step_without_generation_is_refused() -> None:
-    """The last steps of fully_async train while the engines have nothing left to do."""
-    memory = Memory(os.getpid(), "no such mark")
-    memory.stop()
-    with pytest.raises(ValueError, match="without generation"):
-        end_to_end.measured([9.0, 2.0, 1.0], [3.0, 2.0, 0.0], [10, 10, 10], memory, {})
 
 
 def test_ratios_on_real_models_are_to_trl_in_its_better_dtype(tmp_path: Path) -> None:

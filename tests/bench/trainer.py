@@ -2,18 +2,14 @@
 
     python -m tests.bench.trainer [--rounds N] [--out FILE [--add]]
 
-All train the same random Qwen3 (512 wide, 8 layers, the real vocabulary of 151,936) on the same trajectories with
-long-tailed lengths, with the same loss, AdamW, float32, activation checkpointing, number of threads and at most 1,600
-positions a microbatch. `ours` is the step of a rank alone: packed microbatches, the head in chunks, AdamW in one
-kernel. `plain` is the best that padded batches allow, `naive` the shortest loop to write: see plain_trainer.py. On
-AMD's CPUs `ours` computes its products with oneDNN (app/cpu_engine/matmul.py); `plain_onednn` is `plain` with the same
-products.
+All train the same random Qwen3 (512 wide, 8 layers, vocabulary 151,936) on the same trajectories with long-tailed
+lengths, with the same loss, AdamW, float32, recomputation, threads and at most 1,600 positions a microbatch. `ours` is
+the step of a rank alone; `plain` and `naive` are described in plain_trainer.py. On AMD's CPUs `ours` computes its
+products with oneDNN (app/cpu_engine/matmul.py), and so does `plain_onednn`.
 
 Each measurement is a separate process, and the four take turns. Memory is the peak resident size during the step,
 minus the size before the model was loaded and four times the parameters (parameters, gradients, AdamW's two moments).
-All report their gradient norm, which shows that they computed the same. The work of each (positions, FLOPs of matrix
-products) is counted in a step of its own: its ratio is the speedup that less work explains. Ratios are medians of the
-rounds' ratios. `--add` adds rounds to those in FILE. Prints one JSON line.
+Equal gradient norms show equal computations. The work is counted in a step of its own. `--add` adds rounds to FILE.
 """
 
 import gc
@@ -44,7 +40,7 @@ from tests.bench.machine import (
     spread,
 )
 
-SHAPES = {
+SHAPES: dict[str, Any] = {
     "vocab_size": 151936,
     "hidden_size": 512,
     "intermediate_size": 1536,
@@ -82,18 +78,6 @@ def trajectory(prompt: Prompt, random: np.random.Generator, length: int) -> Traj
 
 def tokens(random: np.random.Generator, count: int) -> np.ndarray:
     return random.integers(0, SHAPES["vocab_size"], count).astype(np.int32)
-
-
-def save_model(folder: Path) -> Path:
-    import torch
-
-    from app.device.torchvision_shim import transformers
-    from tests.tiny_models.tokenizer import build_tokenizer
-
-    torch.manual_seed(0)
-    transformers().Qwen3ForCausalLM(transformers().Qwen3Config(**SHAPES, dtype="float32")).save_pretrained(folder)
-    build_tokenizer(4096).save_pretrained(folder)
-    return folder
 
 
 # --- the implementations
@@ -221,7 +205,9 @@ def run_round(path: Path) -> dict[str, Any]:
 
 
 def compare(rounds: int, earlier: dict[str, Any], folder: Path) -> dict[str, Any]:
-    path = save_model(folder / "model")
+    from tests.bench.random_model import save_qwen3
+
+    path = save_qwen3(folder / "model", **SHAPES)
     work = earlier.get("work") or {way: in_subprocess("count", way, path) for way in WAYS}
     return summary(work, [*earlier.get("rounds", []), *(run_round(path) for _ in range(rounds))])
 

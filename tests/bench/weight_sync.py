@@ -2,8 +2,7 @@
 
 A model of Qwen3-0.6B's shapes (1.2 GB in bf16), one trainer rank, one real SGLang server on this machine's CPU. Every
 round measures, one after the other: a memory copy of the model's bytes, a bare `dist.broadcast` of them to another
-process, a sync over each transport, and the naive way (export, then `update_weights_from_disk`). Ratios are medians of
-the ratios of each round, so that a busy machine disturbs both sides alike. Prints one JSON line.
+process, a sync over each transport, and the naive way (export, then `update_weights_from_disk`). Prints one JSON line.
 """
 
 import shutil
@@ -113,19 +112,12 @@ async def measure(rounds: int, bucket_mib: float, folder: Path) -> dict[str, Any
             phases[transport] = {phase: round(value, 3) for phase, value in report.seconds.items()}
             await synchronizer.abort()
         seconds["disk"].append(await from_disk(trainer, engine, folder / "export"))
-    copies = [min(pair) for pair in zip(seconds["copy"][::2], seconds["copy"][1::2], strict=True)]
-    least = [bare + copy for bare, copy in zip(seconds["broadcast"], copies, strict=True)]
     return {
         "what": "weight_sync",
         "model_bytes": sum(sizes),
         "bucket_mib": bucket_mib,
         "buckets": len(sizes),
         "seconds": {name: spread(values, 3) for name, values in seconds.items()},
-        "collective_over_broadcast_and_copy": ratio(seconds["collective"], least),
-        "ipc_over_copy": ratio([value - 0.05 for value in seconds["ipc"]], copies),
-        "disk_over_ipc": ratio(seconds["disk"], seconds["ipc"]),
-        "disk_over_collective": ratio(seconds["disk"], seconds["collective"]),
-        "targets": {"collective_over_broadcast_and_copy": 1.5, "ipc_over_copy": 3.0},
         "phases_of_last_round": phases,
         "rounds": rounds,
         "machine": machine(),
@@ -158,10 +150,6 @@ async def from_disk(trainer: Any, engine: Any, folder: Path) -> float:
     took = time.perf_counter() - began
     shutil.rmtree(folder)
     return took
-
-
-def ratio(upper: list[float], lower: list[float]) -> dict[str, float]:
-    return spread((a / b for a, b in zip(upper, lower, strict=True)), 2)
 
 
 def main() -> None:

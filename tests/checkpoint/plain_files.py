@@ -44,11 +44,14 @@ def save(
     model: Mapping[str, Any] | None = None,
 ) -> CheckpointManager:
     """Save checkpoints of these steps in the run at `folder`. `extra` and `model` are those of their `RunState`."""
-    checkpoints = CheckpointManager(folder, keep)
+    states = [RunState(step, step, extra or {}, model or {}) for step in steps]
+    return save_states(CheckpointManager(folder, keep), states)
 
+
+def save_states(checkpoints: CheckpointManager, states: Iterable[RunState]) -> CheckpointManager:
     async def work() -> None:
-        for step in steps:
-            await checkpoints.save(PlainFiles(), RunState(step, step, extra or {}, model or {}))
+        for state in states:
+            await checkpoints.save(PlainFiles(), state)
         await checkpoints.wait()
 
     asyncio.run(work())

@@ -1,6 +1,5 @@
 """The checkpoint with the highest accuracy is kept, whatever happens to the others."""
 
-import asyncio
 import os
 import sys
 from collections.abc import Sequence
@@ -9,21 +8,14 @@ from pathlib import Path
 from app.checkpoint.folder import best, complete, find, latest, named, newest_intact
 from app.checkpoint.manager import CheckpointManager
 from app.checkpoint.run_state import RunState, read_intact
-from tests.checkpoint.plain_files import PlainFiles, names
+from tests.checkpoint.plain_files import names, save_states
 
 SAVED = ((10, 0.5), (20, 0.8), (30, None), (40, 0.6), (50, 0.8))  # step, accuracy
 
 
 def save(folder: Path, saved: Sequence[tuple[int, float | None]] = SAVED, keep: int = 2) -> CheckpointManager:
-    checkpoints = CheckpointManager(folder, keep, keep_best=True)
-
-    async def work() -> None:
-        for step, accuracy in saved:
-            await checkpoints.save(PlainFiles(), RunState(step, step, accuracy=accuracy))
-        await checkpoints.wait()
-
-    asyncio.run(work())
-    return checkpoints
+    states = [RunState(step, step, accuracy=accuracy) for step, accuracy in saved]
+    return save_states(CheckpointManager(folder, keep, keep_best=True), states)
 
 
 def test_the_best_is_kept_besides_the_newest_and_of_equal_ones_the_first(tmp_path: Path) -> None:
@@ -54,13 +46,8 @@ def test_without_keep_best_nothing_is_named_best_any_more(tmp_path: Path) -> Non
     resumed = CheckpointManager(tmp_path, keep=1)
     resumed.rewind(folder / "step_50")
     assert (best(tmp_path), resumed.is_best(1.0)) == (None, False)
-    asyncio.run(_save(resumed, RunState(60, 60, accuracy=0.9)))
+    save_states(resumed, [RunState(60, 60, accuracy=0.9)])
     assert names(tmp_path) == {"latest", "step_60"}
-
-
-async def _save(checkpoints: CheckpointManager, state: RunState) -> None:
-    await checkpoints.save(PlainFiles(), state)
-    await checkpoints.wait()
 
 
 def test_a_run_that_starts_over_has_no_best(tmp_path: Path) -> None:

@@ -146,21 +146,6 @@ async def test_a_write_that_does_not_finish_in_time_is_reported_and_removed(tmp_
     assert checkpoints.committed_step is None
 
 
-def test_a_commit_that_fails_removes_its_files_and_leaves_the_previous_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save(tmp_path, [1])
-
-    def full(_: Path) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(files, "sync", full)
-    with pytest.raises(CheckpointError, match=r"step_2 .*No space left on device"):
-        save(tmp_path, [2])
-    assert names(tmp_path) == {"latest", "step_1"}
-    assert latest(tmp_path) == tmp_path / "checkpoints" / "step_1"
-
-
 def test_rewind_sets_later_checkpoints_aside_and_deletes_none(tmp_path: Path) -> None:
     checkpoints = save(tmp_path, [20, 40, 60])
     folder = checkpoints.folder

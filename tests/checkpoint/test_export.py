@@ -121,10 +121,18 @@ def test_an_export_of_a_bfloat16_model_has_the_precision_of_its_run(dtype: torch
         assert torch.equal(weight, expected[name].detach().to(dtype)), name
 
 
-def test_an_export_replaces_the_previous_one_and_leaves_nothing_else(tmp_path: Path) -> None:
-    source = save_qwen3(tmp_path / "source")
-    run = tmp_path / "run"
+@pytest.fixture
+def exported(tmp_path: Path) -> tuple[Path, Path]:
+    """A model, and a run that trained it."""
+    source, run = save_qwen3(tmp_path / "source"), tmp_path / "run"
     trained(source, run)
+    return source, run
+
+
+def test_an_export_replaces_the_previous_one_and_leaves_nothing_else(
+    exported: tuple[Path, Path], tmp_path: Path
+) -> None:
+    source, run = exported
     (run / "export").mkdir()
     (run / "export" / "old.txt").touch()
     export_run(config_of(source, resume=str(run / "checkpoints" / "step_3")), tmp_path / "nowhere")
@@ -133,10 +141,8 @@ def test_an_export_replaces_the_previous_one_and_leaves_nothing_else(tmp_path: P
     assert ModelCard.load(run / "export" / "README.md").data.library_name == "transformers"
 
 
-def test_an_export_can_be_read_by_whom_the_umask_allows(tmp_path: Path) -> None:
-    source = save_qwen3(tmp_path / "source")
-    run = tmp_path / "run"
-    trained(source, run)
+def test_an_export_can_be_read_by_whom_the_umask_allows(exported: tuple[Path, Path]) -> None:
+    source, run = exported
     umask = os.umask(0o027)
     try:
         out = export_run(config_of(source), run)
@@ -165,10 +171,8 @@ def test_an_export_at_the_end_of_a_run_has_a_deadline_that_names_it(
         assert named in str(late.value)
 
 
-def test_a_damaged_checkpoint_is_not_exported(tmp_path: Path) -> None:
-    source = save_qwen3(tmp_path / "source")
-    run = tmp_path / "run"
-    trained(source, run)
+def test_a_damaged_checkpoint_is_not_exported(exported: tuple[Path, Path]) -> None:
+    source, run = exported
     flip_a_byte(run / "checkpoints" / "step_3" / DATA)
     with pytest.raises(CheckpointError, match=r"step_3 .*__0_0\.distcp has checksum"):
         export_run(config_of(source), run)
@@ -194,10 +198,8 @@ def test_an_impossible_export_is_refused(tmp_path: Path) -> None:
     assert {each.name for each in run.iterdir()} == {"checkpoints"}
 
 
-def test_the_command_exports_a_run_without_changing_its_records(tmp_path: Path) -> None:
-    source = save_qwen3(tmp_path / "source")
-    run = tmp_path / "run"
-    trained(source, run)
+def test_the_command_exports_a_run_without_changing_its_records(exported: tuple[Path, Path]) -> None:
+    _, run = exported
     command = [sys.executable, "-m", "app", "mode=export", f"hydra.run.dir={run}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert (done.returncode, done.stderr.splitlines()[-1]) == (0, str(run / "export"))

@@ -20,15 +20,9 @@ from app.errors import CheckpointError
 from tests.checkpoint.plain_files import names
 from tests.checkpoint.resume_scenarios import trainer_of
 from tests.checkpoint.saves import DEADLINE_S, OneProcess
-from tests.model.support import save_qwen3
 from tests.refusals import refused
 from tests.trainer.support import Scenario, scored_groups, train
 from tests.trainer.test_step import GRPO
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_qwen3(tmp_path_factory.mktemp("policy"), tied=False)
 
 
 @pytest.fixture(scope="module")

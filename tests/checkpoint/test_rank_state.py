@@ -22,11 +22,6 @@ from tests.trainer.test_step import GRPO
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_qwen3(tmp_path_factory.mktemp("policy"), tied=False)
-
-
-@pytest.fixture(scope="module")
 def groups(path: Path) -> list[ScoredGroup]:
     return sampled(path, scored_groups(4))
 

@@ -78,14 +78,11 @@ def two_nodes() -> Iterator[Callable[..., str]]:
         cluster.shutdown()
 
 
-def reserved(address: str, cases: dict[str, list[str]]) -> dict[str, dict[str, Any]]:
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, address, json.dumps(cases)],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env={**os.environ, "PYTHONPATH": os.getcwd()},
-    )
+def last_line_of(script: str, *arguments: str) -> Any:
+    """The JSON that a script prints last."""
+    command = [sys.executable, "-c", script, *arguments]
+    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -99,15 +96,13 @@ def test_devices_are_shared_out_over_two_nodes(device: str, variable: str, two_n
     address = two_nodes(num_cpus=8, **node)
     common = [f"device={device}", "model=qwen3_4b"]
     split = ["placement=fully_async", "placement.trainer_devices=2", "placement.rollout_devices=2"]
-    found = reserved(
-        address,
-        {
-            "colocate": [*common, "placement=colocate", "placement.devices=4", "rollout.tensor_parallel=2"],
-            "uneven": [*common, "placement=colocate", "placement.devices=3", "rollout.tensor_parallel=3"],
-            "fully_async": [*common, *split, "rollout.tensor_parallel=2"],
-            "too many": [*common, "placement=colocate", "placement.devices=8", "cluster.timeout_s=3"],
-        },
-    )
+    cases = {
+        "colocate": [*common, "placement=colocate", "placement.devices=4", "rollout.tensor_parallel=2"],
+        "uneven": [*common, "placement=colocate", "placement.devices=3", "rollout.tensor_parallel=3"],
+        "fully_async": [*common, *split, "rollout.tensor_parallel=2"],
+        "too many": [*common, "placement=colocate", "placement.devices=8", "cluster.timeout_s=3"],
+    }
+    found = last_line_of(SCRIPT, address, json.dumps(cases))
     ranks = [(node, *numbers) for node, numbers in found["colocate"]["ranks"]]
     assert len(set(ranks)) == 4  # each its own device
     assert len({node for node, _ in ranks}) == 2
@@ -171,17 +166,9 @@ print(json.dumps(asyncio.run(scenario())))
 
 @pytest.mark.slow
 def test_after_the_loss_of_a_node_engines_get_the_numbers_of_the_devices_that_ranks_have_now() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", MOVED],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        env={**os.environ, "PYTHONPATH": os.getcwd()},
-    )
-    assert done.returncode == 0, done.stderr
     variable = "CUDA_VISIBLE_DEVICES"
     expected = [{variable: "0,1"}, {variable: "0,1,2"}, {variable: "3,4"}, {variable: "3"}, {variable: "4"}]
-    assert json.loads(done.stdout.splitlines()[-1]) == expected
+    assert last_line_of(MOVED) == expected
 
 
 @pytest.mark.slow

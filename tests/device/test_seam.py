@@ -108,11 +108,8 @@ def test_the_peak_is_that_of_the_device_or_unknown(kind: str, name: str, peak: f
     ("name", "cube_cores", "gigahertz"),
     [
         ("Ascend910B1", 24, 1.85),
-        ("Ascend910B2", 24, 1.8),
-        ("Ascend910B2C", 24, 1.8),
         ("Ascend910B3", 20, 1.8),
         ("Ascend910B4", 20, 1.5),
-        ("Ascend910_9391", 24, 1.85),
         ("Ascend910_9382", 24, 1.8),
         ("Ascend910_9362", 20, 1.5),
     ],

@@ -16,23 +16,14 @@ from app.data import rows
 from app.device.torchvision_shim import transformers
 from app.rollout.engine.host import EngineHost
 from app.tracking.dashboards import require_trackers
-from app.types import Completion, FinishReason, Prompt, Trajectory, VersionSpan
 from tests.compose import composed
 from tests.docs.markdown import PAGES, ROOT, code_blocks
-from tests.reward.scorers import failed, running_scorer, score
+from tests.reward.scorers import failed, running_scorer, score, trajectory
 from tests.rollout.support import KEY, host_spec, server_spec
 from tests.tiny_models.tokenizer import build_tokenizer
 from tests.tracking.records import offline, record, warnings
 
 REWARDS = ROOT / "docs" / "rewards.md"
-
-
-def trajectory(text: str, answer: str = "46", **row: object) -> Trajectory:
-    prompt = Prompt("rows/0@0", np.zeros(2, np.int32), answer, "rows", question="12+34=", row=row)
-    completion = Completion(
-        np.zeros(3, np.int32), np.zeros(3, np.float32), FinishReason.stop, (VersionSpan(0, 0, 3),), text
-    )
-    return Trajectory(prompt, completion, text)
 
 
 def test_the_rows_with_messages_of_the_page_are_read(tmp_path: Path) -> None:
@@ -45,9 +36,9 @@ def test_the_rows_with_messages_of_the_page_are_read(tmp_path: Path) -> None:
 
 
 def test_the_rewards_of_the_page_score(reader: Path) -> None:
-    batch = [trajectory(" 46"), trajectory("47")]
+    batch = [trajectory(text, "46") for text in (" 46", "47")]  # of eight tokens
     with running_scorer(_target_="my_rewards.brief_and_right", args={"per_token": 0.01}) as scorer:
-        assert score(scorer, batch) == pytest.approx([0.97, -0.03])
+        assert score(scorer, batch) == pytest.approx([0.92, -0.08])
     with running_scorer(_target_="my_rewards.keywords") as scorer:
         assert score(scorer, [trajectory("red and blue", keywords=["red", "green"])]) == [0.5]
 
@@ -57,7 +48,7 @@ def test_the_weighted_sum_of_the_page_is_that_of_its_command(reader: Path) -> No
     (line,) = [each.strip() for each in page if "+reward.components.brief._target_" in each]
     config = composed(*line.removeprefix("python -m app ").split()).reward
     with running_scorer(components=config.components) as scorer:
-        assert score(scorer, [trajectory("\\boxed{46}")]) == pytest.approx([1.0 + 0.2 * -0.03])
+        assert score(scorer, [trajectory("\\boxed{46}", "46")]) == pytest.approx([1.0 + 0.2 * -0.08])
 
 
 class Server(BaseHTTPRequestHandler):
@@ -112,7 +103,7 @@ def test_a_group_is_one_request_to_the_reward_model(reader: Path, server_url: st
 
 
 def conversation(text: str) -> list[dict[str, str]]:
-    return [{"role": "user", "content": "12+34="}, {"role": "assistant", "content": text}]
+    return [{"role": "user", "content": "what is it?"}, {"role": "assistant", "content": text}]
 
 
 @pytest.fixture(scope="module")

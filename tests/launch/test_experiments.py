@@ -96,11 +96,8 @@ def test_kubernetes_takes_the_nodes_that_a_run_needs() -> None:
     for group in [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]:
         pod = group["template"]["spec"]
         assert pod["containers"][0]["image"] == image
-        assert pod["containers"][0]["resources"]["limits"] == {
-            "cpu": "32",
-            "memory": "256Gi",
-            "huawei.com/ascend-1980": "8",
-        }
+        limits = {"cpu": "32", "memory": "256Gi", "huawei.com/ascend-1980": "8"}
+        assert pod["containers"][0]["resources"]["limits"] == limits
         assert pod["containers"][0]["envFrom"] == [{"secretRef": {"name": "keys", "optional": True}}]
         assert pod["volumes"][0]["persistentVolumeClaim"] == {"claimName": "disk"}
     assert [cluster["workerGroupSpecs"][0][key] for key in ("replicas", "minReplicas", "maxReplicas")] == [1, 1, 1]

@@ -77,17 +77,6 @@ def test_the_requirements_of_a_device_have_its_kernels_of_linear_attention(kind:
 
 
 @pytest.mark.parametrize("name", IMAGES)
-def test_the_last_stage_runs_the_application_behind_tini(name: str) -> None:
-    stages = text(name).split("\nFROM ")
-    last = stages[-1]
-    assert last.startswith("base\n")
-    assert 'ENTRYPOINT ["/usr/bin/tini", "--", "bash", "/opt/launch/entrypoint.sh"]' in last
-    assert "HEALTHCHECK" in last
-    assert "pip install" not in last
-    assert "COPY --from=build /opt/venv /opt/venv" in last
-
-
-@pytest.mark.parametrize("name", IMAGES)
 def test_the_build_context_holds_what_is_copied(name: str) -> None:
     allowed = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
     copied = [word for line in re.findall(r"^COPY (?!--from)(.*)$", text(name), re.M) for word in line.split()[:-1]]

@@ -67,12 +67,8 @@ def load(kind: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", ["cuda", "npu"])
-def test_the_file_has_kuberays_structure(kind: str) -> None:
+def test_the_file_has_kuberays_structure_a_volume_for_each_mount_and_the_secrets(kind: str) -> None:
     jsonschema.validate(load(kind), RAYJOB)
-
-
-@pytest.mark.parametrize("kind", ["cuda", "npu"])
-def test_every_mount_has_its_volume_and_every_container_the_secrets(kind: str) -> None:
     cluster = load(kind)["spec"]["rayClusterSpec"]
     for group in [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]:
         pod = group["template"]["spec"]

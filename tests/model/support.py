@@ -171,7 +171,7 @@ def save_kind(kind: str, folder: Path, **settings: Any) -> Path:
         "dtype": "float32",
     }
     library = transformers()
-    config = getattr(library, f"{kind}Config")(**sizes, **settings)
+    config = getattr(library, f"{kind}Config")(**sizes | settings)
     model = getattr(library, f"{kind}LMHeadModel", None) or getattr(library, f"{kind}ForCausalLM")
     return _save(model, config, folder, 0)
 

@@ -97,31 +97,22 @@ TEXT = "The sum of 1 and 2 is\n\n3 , née. It 's\n    def f(x): 中文"
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "gpt2"])
 @pytest.mark.parametrize(
-    "declared",
-    ["LlamaTokenizerFast", "LlamaTokenizer", "Qwen2Tokenizer", "GPT2TokenizerFast", "PreTrainedTokenizerFast", None],
+    "settings",
+    [
+        *({"tokenizer_class": f"{each}TokenizerFast"} for each in ("Llama", "GPT2", "PreTrained")),
+        *({"tokenizer_class": each} for each in ("LlamaTokenizer", "Qwen2Tokenizer", None)),
+        *({each: True} for each in ("clean_up_tokenization_spaces", "add_bos_token", "add_eos_token")),
+    ],
+    ids=str,
 )
-def test_a_tokenizer_is_that_of_its_file_whatever_class_is_declared(
-    declared: str | None, model_type: str, tmp_path: Path
+def test_a_tokenizer_is_that_of_its_file_whatever_class_and_settings_are_declared(
+    settings: dict[str, Any], model_type: str, tmp_path: Path
 ) -> None:
-    path = write_tokenizer(tmp_path, model_type=model_type, tokenizer_class=declared)
-    loaded, file = load_tokenizer(path), TokenizerFile(path)
-    ids = loaded(TEXT)["input_ids"]
-    assert (
-        ids
-        == file.encode(TEXT, add_special_tokens=True)
-        == Tokenizer.from_file(str(path / "tokenizer.json")).encode(TEXT).ids
-    )
-    assert loaded.decode(ids) == TEXT
-
-
-@pytest.mark.parametrize(
-    "settings", [{"clean_up_tokenization_spaces": True}, {"add_bos_token": True}, {"add_eos_token": True}]
-)
-def test_settings_of_a_class_do_not_change_what_the_file_says(settings: dict[str, Any], tmp_path: Path) -> None:
-    path = write_tokenizer(tmp_path, tokenizer_class="LlamaTokenizerFast", **settings)
+    path = write_tokenizer(tmp_path, model_type=model_type, **{"tokenizer_class": "LlamaTokenizerFast", **settings})
     loaded = load_tokenizer(path)
     ids = loaded(TEXT)["input_ids"]
     assert ids == TokenizerFile(path).encode(TEXT, add_special_tokens=True)
+    assert ids == Tokenizer.from_file(str(path / "tokenizer.json")).encode(TEXT).ids
     assert loaded.decode(ids) == TEXT
 
 

@@ -1,6 +1,5 @@
 """What a step records, and what failing to record it costs."""
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -10,10 +9,9 @@ from app.checkpoint import folder
 from app.checkpoint.run_state import read_state
 from app.config.checkpoint import CheckpointConfig
 from app.config.placement import PlacementKind
-from app.errors import RunError, TrainerError
+from app.errors import RunError
 from app.placement import controller as placement_controller
-from app.types import MemoryUse
-from tests.simulation import BOTH, SimTrainer, World, config, play, without_threads
+from tests.simulation import BOTH, World, config, play, without_threads
 
 
 @BOTH
@@ -37,31 +35,6 @@ def test_the_best_evaluation_is_kept_although_no_checkpoint_was_due(
     assert best is not None
     assert (best.name, read_state(best).accuracy) == ("step_2", 0.7)
     assert read_state(tmp_path / "checkpoints" / "step_6").accuracy == 0.1
-
-
-class Hiccup(SimTrainer):
-    """The `nth` measurement of the ranks' memory fails."""
-
-    nth = 8
-    measured = 0
-
-    async def memory(self) -> list[MemoryUse]:
-        self.measured += 1
-        if self.measured == self.nth:
-            raise TrainerError("trainer rank 0 failed during memory: OSError: on purpose")
-        return await super().memory()
-
-
-@BOTH
-def test_a_measurement_that_fails_costs_a_warning_and_no_step(kind: PlacementKind, tmp_path: Path) -> None:
-    world = World(config(kind), tmp_path, trainer=Hiccup(seconds=0.1, finish=0.2))
-    play(world)
-    assert [line["step"] for line in world.recorder.lines] == [1, 2, 3, 4, 5, 6]
-    assert world.trainer.aborts == 0
-    (warning,) = world.recorder.warnings
-    assert re.search("trainer rank 0 .*memory: OSError: on purpose", warning)
-    without = [line["step"] for line in world.recorder.lines if "memory/trainer_rss_mib" not in line]
-    assert len(without) <= 1  # the eighth may be a peak of a phase
 
 
 @BOTH

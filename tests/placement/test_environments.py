@@ -13,24 +13,9 @@ from app.config import RunConfig
 from app.config.placement import PlacementKind, Stream
 from app.environment.protocol import Task
 from app.errors import RunError
-from app.placement.colocate import Colocate
-from app.placement.fully_async import FullyAsync
 from app.types import InFlight
 from tests.simulated_environments import Script, SimEnvironments, SimSession, scripts
-from tests.simulation import World, config, long_tailed, now, run_virtual
-
-
-def run(world: World) -> float:
-    """The whole run; its virtual seconds."""
-
-    async def story() -> float:
-        context = world.context()
-        colocate = world.config.placement.kind is PlacementKind.colocate
-        async with context.supervisor.monitor():
-            await (Colocate if colocate else FullyAsync)(context).run()
-        return now()
-
-    return run_virtual(story())
+from tests.simulation import World, config, long_tailed, now, play
 
 
 def training(world: World) -> list[SimSession]:
@@ -82,7 +67,7 @@ def test_any_run_ends_within_its_bound_and_every_episode_and_group_ends_once(
 ) -> None:
     made, environments = schedule
     world = World(made, tmp_path_factory.getbasetemp(), long_tailed(5), environments=environments)
-    run(world)
+    play(world)
     assert len(world.trainer.ids) == made.steps * made.algorithm.prompts_per_step
     for version, groups in world.trainer.trained:
         assert all(len(group.trajectories) == 2 for group in groups)
@@ -96,7 +81,7 @@ def test_an_episode_that_outlives_pushes_has_tokens_of_several_versions(tmp_path
     made = config(steps=12, max_staleness=2, in_flight=in_flight, max_inflight_groups=12)
     environments = SimEnvironments(lambda task, number: Script(turns=4, seconds=1.0, score=float(number % 2)))
     world = World(made, tmp_path, long_tailed(3), environments=environments)
-    run(world)
+    play(world)
     groups = [group for _, groups in world.trainer.trained for group in groups]
     spans = [trajectory.sequences[0].spans for group in groups for trajectory in group.trajectories]
     assert max(map(len, spans)) > 1
@@ -112,7 +97,7 @@ def test_a_push_aborts_an_episode_that_is_inside_its_environment_and_would_be_to
 
     made = config(steps=10, max_staleness=1, in_flight=InFlight.retract, max_inflight_groups=12)
     world = World(made, tmp_path, lambda prompt_id: 0.5, environments=SimEnvironments(script))
-    run(world)
+    play(world)
     ended = Counter(session.ended for session in training(world) if session.script.seconds == 50.0)
     assert ended["aborted"] > 0
     assert sum(line["rollout/aborted_groups"] for line in world.recorder.lines) > 0
@@ -133,7 +118,7 @@ def test_a_group_that_environments_left_too_small_is_settled_and_another_is_samp
     made = config(kind, steps=10, max_inflight_groups=12)
     made.environment.max_failed_fraction = 1.0
     world = World(made, tmp_path, long_tailed(3), environments=SimEnvironments(script))
-    run(world)
+    play(world)
     settled = [prompt_id.split("@")[0] for _, _, filtered in world.recorder.ledger for prompt_id in filtered]
     assert settled
     assert set(settled) <= set(broken)
@@ -149,7 +134,7 @@ def test_an_evaluation_in_which_every_episode_failed_ends_the_run_with_its_name(
     made.environment.max_failed_fraction = 1.0
     world = World(made, tmp_path, environments=environments)
     with pytest.raises(RunError, match="set eval failed"):
-        run(world)
+        play(world)
 
 
 def never_ends(task: object, number: int) -> Script:
@@ -163,7 +148,7 @@ def test_a_run_whose_every_episode_may_fail_ends_and_names_the_environment(tmp_p
     made.environment.max_failed_fraction = 1.0
     world = World(made, tmp_path, environments=SimEnvironments(never_ends))
     with pytest.raises(RunError) as ended:
-        run(world)
+        play(world)
 
     # 3 rounds of 4 prompts in each of 3 steps; in fully_async those in flight end too
     lost = {session.task.id for session in training(world)}
@@ -188,7 +173,7 @@ def test_an_outage_of_the_environments_uses_up_no_more_prompts_than_a_step_may_r
     made.environment.max_failed_fraction = 1.0
     world = World(made, tmp_path, lambda prompt_id: 1.0, environments=SimEnvironments(script))
     world.trainer.seconds = 15.0  # a step takes a minute
-    run(world)
+    play(world)
     unplayable = [line["rollout/unplayable_groups"] for line in world.recorder.lines]
     assert max(unplayable) >= 12
     assert max(unplayable) <= 12 + made.rollout.max_inflight_groups
@@ -203,7 +188,7 @@ def test_metrics_are_means_over_the_episodes_of_the_step(tmp_path: Path) -> None
         lambda task, number: Script(turns=int(turns[number]), seconds=2.0, score=float(number % 2))
     )
     world = World(made, tmp_path, lambda prompt_id: 1.0, environments=environments)
-    run(world)
+    play(world)
     (line,) = world.recorder.lines
     played = [len(session.asked) for session in training(world)]
     assert line["environment/turns_mean"] == np.mean(played)

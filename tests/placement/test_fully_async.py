@@ -119,13 +119,6 @@ def test_staleness_is_used_and_saves_time(tmp_path: Path) -> None:
     assert continued < drained < on_policy
 
 
-def test_the_last_steps_dispatch_nothing_that_nobody_needs(tmp_path: Path) -> None:
-    world = World(config(steps=3, max_staleness=2, in_flight=InFlight.in_place, max_inflight_groups=50), tmp_path)
-    play(world)
-    assert dispatched(world).total() == 3 * 4
-    assert world.cursor.state()["returned"] == []
-
-
 def test_groups_are_trained_on_as_they_arrive_only_when_streamed(tmp_path: Path) -> None:
     def feeds(stream: Stream) -> list[int]:
         world = World(config(steps=1, stream=stream), tmp_path, long_tailed(1))

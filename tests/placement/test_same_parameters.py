@@ -34,7 +34,6 @@ from app.types import (
     TrainerMemory,
     VersionSpan,
 )
-from tests.model.support import save_qwen3
 from tests.simulated_environments import InProcessEnvironments
 from tests.simulation import RIGHT, WRONG, SimEngine, World, config, play
 
@@ -49,11 +48,6 @@ DAPO = AlgorithmConfig(
     dynamic_sampling=True,
 )
 SEVERAL_UPDATES = AlgorithmConfig(prompts_per_step=6, group_size=4, updates_per_step=3, dynamic_sampling=True)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_qwen3(tmp_path_factory.mktemp("qwen3"))
 
 
 class Recorded(SimEngine):
@@ -147,6 +141,21 @@ def train(
     return trainer, sum(each.calls.total() for each in engines)
 
 
+def first_parameters(model: Path) -> torch.Tensor:
+    loaded = load(model, mesh=None, device="cpu")
+    return torch.cat([parameter.detach().double().flatten() for parameter in loaded.parameters()])
+
+
+def assert_same(one: InProcess, other: InProcess, model: Path, *, within: float) -> None:
+    """The parameters have moved from those of the model, to the same place but for a fraction of the way."""
+    first = first_parameters(model)
+    moved, apart = (one.parameters - first).norm(), (one.parameters - other.parameters).norm()
+    assert moved > 1e-4 * first.norm()
+    assert apart < min(1e-6 * first.norm(), within * moved)
+    for ours, theirs in zip(one.reports, other.reports, strict=True):
+        assert ours.metrics["mismatch/kl"] == pytest.approx(theirs.metrics["mismatch/kl"], rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("algorithm", "stream", "optimizer"),
     [
@@ -160,16 +169,9 @@ def test_fully_async_at_staleness_0_and_colocate_give_the_same_parameters(
 ) -> None:
     torch.set_num_threads(1)
     common: dict[str, Any] = {"steps": STEPS, "algorithm": algorithm, "max_inflight_groups": 5}
-    begin = load(model, mesh=None, device="cpu")
-    first = torch.cat([parameter.detach().double().flatten() for parameter in begin.parameters()])
     colocate, _ = train(tmp_path, model, config(PlacementKind.colocate, **common), optimizer)
     asynchronous, _ = train(tmp_path, model, config(max_staleness=0, stream=stream, **common), optimizer)
-    moved = (colocate.parameters - first).norm()
-    assert moved > 1e-4 * first.norm()
-    apart = (colocate.parameters - asynchronous.parameters).norm()
-    assert apart < 1e-6 * first.norm()
-    assert apart < 1e-3 * moved  # not for want of moving
+    assert_same(colocate, asynchronous, model, within=1e-3)
     for one, other in zip(colocate.reports, asynchronous.reports, strict=True):
         assert one.updates == other.updates == algorithm.updates_per_step
         assert one.metrics["grad_norm"] == pytest.approx(other.metrics["grad_norm"], rel=1e-5)
-        assert one.metrics["mismatch/kl"] == pytest.approx(other.metrics["mismatch/kl"], rel=1e-5)

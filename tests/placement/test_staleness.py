@@ -157,18 +157,6 @@ TestSchedules = Schedules.TestCase
 TestSchedules.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
 
 
-def test_capacity_is_what_the_formula_says() -> None:
-    admission = StalenessManager.at(3, prompts_per_step=8, max_staleness=2, max_in_flight=100, last_step=50)
-    assert admission.capacity == (2 + 3 + 1) * 8 - 3 * 8
-    for _ in range(5):
-        admission.dispatch()
-    admission.accept()
-    admission.release()
-    assert (admission.accepted, admission.in_flight, admission.capacity) == (25, 3, 48 - 28)
-    admission.on_weights_synced(4)
-    assert admission.capacity == 56 - 28
-
-
 def test_a_put_beyond_the_bound_is_a_bug_and_raises() -> None:
     buffer = GroupBuffer(2)
     buffer.put(group(0, 0))

@@ -21,7 +21,6 @@ from app.config.trainer import Optimizer as Kind
 from app.offload.trainer import Offload
 from app.placement.colocate import Colocate
 from app.types import Completion, EngineMemory, GroupRequest, InFlight, ScoredGroup, SyncReport, TrainerMemory
-from tests.model.support import save_qwen3
 from tests.offload.support import FakeRank, Poisoned
 from tests.placement.test_same_parameters import GRPO, InProcess, Recorded
 from tests.recovery.test_recovery_runs import assert_ledger
@@ -178,8 +177,3 @@ def test_a_whole_run_on_one_memory_survives_the_loss_of_its_trainer(start: Calla
     assert moved.count("onloaded parameters") >= 10
     assert moved.count("offloaded optimizer") >= 10
     assert list(run.folder.glob("**/model.safetensors"))
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_qwen3(tmp_path_factory.mktemp("qwen3"))

@@ -49,44 +49,47 @@ def test_a_lost_completion_ends_the_run_and_is_named_with_its_engine(kind: Place
     assert "completions = await ready.generate(" in (tmp_path / "logs" / "stacks.log").read_text()
 
 
-@pytest.mark.parametrize(("kind", "before_train"), [(PlacementKind.colocate, True), (ASYNC, False)])
-def test_a_completion_lost_in_an_evaluation_ends_the_run(
-    kind: PlacementKind, before_train: bool, tmp_path: Path
-) -> None:
-    world = World(quick(kind, before_train=before_train, every=2), tmp_path, hang("eval/1"))
-    step = 1 if before_train else 3
-    with pytest.raises(RunError, match=rf"step {step}, phase evaluate.*eval/1"):
-        play(world)
+def evaluation_hangs(world: World) -> None:
+    for engine in world.engines:
+        engine.seconds = hang("eval/1")
+
+
+def training_hangs(world: World) -> None:
+    world.trainer.hang = "add_groups"
+
+
+def finish_hangs(world: World) -> None:
+    world.trainer.hang = "finish_step"
+
+
+def sync_hangs(world: World) -> None:
+    sync = world.sync.sync
+
+    async def hangs(version: int) -> SyncReport:
+        if version == 2:
+            await asyncio.Event().wait()
+        return await sync(version)
+
+    world.sync.sync = hangs  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(
-    ("kind", "call", "phase"), [(PlacementKind.colocate, "add_groups", "train"), (ASYNC, "finish_step", "finish")]
+    ("kind", "hangs", "phase"),
+    [
+        (PlacementKind.colocate, evaluation_hangs, "step 1, phase evaluate.*eval/1"),
+        (ASYNC, evaluation_hangs, "step 3, phase evaluate.*eval/1"),
+        (PlacementKind.colocate, training_hangs, "step 1, phase train"),
+        (ASYNC, finish_hangs, "step 1, phase finish"),
+        (PlacementKind.colocate, sync_hangs, "step 2, phase sync"),
+        (ASYNC, sync_hangs, "step 2, phase sync"),
+    ],
 )
-def test_a_trainer_that_hangs_ends_the_run_with_its_phase(
-    kind: PlacementKind, call: str, phase: str, tmp_path: Path
+def test_whatever_hangs_ends_the_run_with_its_step_and_phase(
+    kind: PlacementKind, hangs: Callable[[World], None], phase: str, tmp_path: Path
 ) -> None:
-    world = World(quick(kind), tmp_path)
-    world.trainer.hang = call
-    with pytest.raises(RunError, match=f"step 1, phase {phase}"):
-        play(world)
-
-
-@BOTH
-def test_a_sync_that_hangs_ends_the_run(kind: PlacementKind, tmp_path: Path) -> None:
-    world = World(quick(kind), tmp_path)
-
-    def at_start(controller: PlacementController) -> None:
-        sync = world.sync.sync
-
-        async def hangs(version: int) -> SyncReport:
-            if version == 2:
-                await asyncio.Event().wait()
-            return await sync(version)
-
-        world.sync.sync = hangs  # type: ignore[method-assign]
-
-    with pytest.raises(RunError, match="step 2, phase sync"):
-        play(world, at_start=at_start)
+    world = World(quick(kind, before_train=kind is not ASYNC and hangs is evaluation_hangs, every=2), tmp_path)
+    with pytest.raises(RunError, match=phase):
+        play(world, at_start=lambda _: hangs(world))
 
 
 def test_a_completion_that_keeps_sampling_is_progress_however_long_it_takes(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -27,6 +28,20 @@ class Check:
     @property
     def name(self) -> str:
         return self.run.__name__
+
+
+def run_doctor(device: str, lacking: set[str]) -> dict[str, Any]:
+    """Run `mode=doctor` of every experiment of a device, which may fail for what is `lacking` alone."""
+    found = {}
+    for path in sorted((ROOT / "conf" / "experiment").glob(f"{device}*.yaml")):
+        command = [sys.executable, "-m", "app", f"experiment={path.stem}", "mode=doctor"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+        lines = [line for line in done.stdout.splitlines() if line.startswith(("ok ", "warn", "fail"))]
+        assert lines, done.stderr
+        subjects = [re.split(r"\s{2,}", line[6:])[0] for line in lines if line.startswith("fail")]
+        assert set(subjects) <= lacking, "\n".join(line for line in lines if line.startswith("fail"))
+        found[path.stem] = {"failed": subjects, "ok": sum(line.startswith("ok ") for line in lines)}
+    return found
 
 
 def run_here(check: Check) -> None:

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from tests.real_stack.check import ROOT, Check
+from tests.real_stack.check import ROOT, Check, run_doctor
 from tests.real_stack.stub import stub_cuda_driver
 
 # A server's environment, as `app/rollout/engine/launcher.py` and `app/device/cuda.py` make it.
@@ -105,16 +105,7 @@ def requirements() -> Any:
 
 def doctor() -> Any:
     """`mode=doctor` of every CUDA experiment fails for what this machine lacks, and for nothing that is installed."""
-    found = {}
-    for path in sorted((ROOT / "conf" / "experiment").glob("cuda*.yaml")):
-        command = [sys.executable, "-m", "app", f"experiment={path.stem}", "mode=doctor"]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-        lines = [line for line in done.stdout.splitlines() if line.startswith(("ok ", "warn", "fail"))]
-        assert lines, done.stderr
-        subjects = [re.split(r"\s{2,}", line[6:])[0] for line in lines if line.startswith("fail")]
-        assert set(subjects) <= OF_THE_MACHINE, "\n".join(line for line in lines if line.startswith("fail"))
-        found[path.stem] = {"failed": subjects, "ok": sum(line.startswith("ok ") for line in lines)}
-    return found
+    return run_doctor("cuda", OF_THE_MACHINE)
 
 
 def server_args() -> Any:

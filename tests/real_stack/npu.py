@@ -5,8 +5,6 @@ import base64
 import inspect
 import io
 import re
-import subprocess
-import sys
 from collections import defaultdict
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -14,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from tests.real_stack.check import ROOT, Check
+from tests.real_stack.check import ROOT, Check, run_doctor
 from tests.real_stack.npu_import import import_torch_npu, write_cann
 
 APP = ROOT / "app"
@@ -209,16 +207,7 @@ def server_args() -> Any:
 
 def doctor() -> Any:
     """`mode=doctor` of every NPU experiment fails for what this machine and package indexes lack, and nothing else."""
-    found = {}
-    for path in sorted((ROOT / "conf" / "experiment").glob("npu*.yaml")):
-        command = [sys.executable, "-m", "app", f"experiment={path.stem}", "mode=doctor"]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-        lines = [line for line in done.stdout.splitlines() if line.startswith(("ok ", "warn", "fail"))]
-        assert lines, done.stderr
-        subjects = [re.split(r"\s{2,}", line[6:])[0] for line in lines if line.startswith("fail")]
-        assert set(subjects) <= OF_THE_MACHINE | NO_INDEX_HAS, "\n".join(lines)
-        found[path.stem] = {"failed": subjects, "ok": sum(line.startswith("ok ") for line in lines)}
-    return found
+    return run_doctor("npu", OF_THE_MACHINE | NO_INDEX_HAS)
 
 
 def our_device() -> Any:

@@ -60,18 +60,6 @@ def test_an_engine_that_dies_is_replaced_and_its_prompts_are_sent_again(kind: Pl
     assert "on purpose" in warning
 
 
-@pytest.mark.parametrize("engines", [1, 2])
-@BOTH
-def test_an_engine_that_dies_during_a_push_is_replaced_and_the_push_repeated(
-    kind: PlacementKind, engines: int, tmp_path: Path
-) -> None:
-    world = World(config(kind), tmp_path, push_seconds=1.0, engine_count=engines)
-    play(world, (0.7, engines - 1))  # the first push
-    assert_sound(world)
-    assert any("sync 0" in warning for warning in world.recorder.warnings)
-    assert len(world.engines) == engines + 1
-
-
 def test_an_engine_of_colocate_that_was_lost_before_the_first_push_is_replaced_by_it(tmp_path: Path) -> None:
     """As in the turn of a new trainer: its parameters are on the device, and nobody may take them away."""
     world = World(config(PlacementKind.colocate, steps=3), tmp_path, engine_count=1)

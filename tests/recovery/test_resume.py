@@ -84,14 +84,6 @@ def test_what_a_line_removes_stays_removed_when_it_is_given_again(line: list[str
     assert {"exact", "test"}.isdisjoint({*job.config.reward.components, *job.config.data.eval_sets})
 
 
-def test_the_line_that_started_a_run_is_accepted_again(tmp_path: Path) -> None:
-    line = ["experiment=cuda4_colocate_4b", "algorithm=dapo", "trainer.lr=1e-5", "steps=70", "checkpoint.every=9"]
-    run = a_run(tmp_path / "run", *line, step=4)
-    job = settled("resume=auto", *line, folder=run)
-    assert (job.config.steps, job.config.checkpoint.every, job.config.algorithm.name) == (70, 9, "dapo")
-    assert job.resumption.notes == ()
-
-
 def test_a_run_is_continued_in_its_own_folder_only(tmp_path: Path) -> None:
     run = a_run(tmp_path / "a run", step=4)
     with refused("hydra.run.dir", tmp_path / "other"):

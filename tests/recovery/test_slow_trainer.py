@@ -7,9 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
-from tests.model.support import transformers
+from tests.bench.random_model import save_qwen3
 from tests.recovery.test_recovery_runs import BOTH, state
 from tests.runs import Run
 from tests.tiny_models.tokenizer import build_tokenizer
@@ -20,8 +19,9 @@ GRACE_S = 8
 def random_model(folder: Path) -> Path:
     """30 million parameters: a microbatch of this test takes a second or more on two cores."""
     tokenizer = build_tokenizer(1024)
-    torch.manual_seed(0)
-    config = transformers().Qwen3Config(
+    return save_qwen3(
+        folder,
+        tokenizer=tokenizer,
         vocab_size=len(tokenizer),
         hidden_size=512,
         intermediate_size=2048,
@@ -33,9 +33,6 @@ def random_model(folder: Path) -> Path:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    transformers().Qwen3ForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
 
 
 @pytest.mark.slow

@@ -1,8 +1,7 @@
 """torch_npu's fused elementwise operators where there is no NPU: by their definitions, in float64, rounded at the end.
 
 Names, schemas and requirements are those of torch_npu 2.10.0.post7 (`tests/real_stack/npu.py` compares the schemas),
-and gradients are operators of their own, as there. Each counts as one kernel, also on meta tensors. `DOUBLE` are
-the application's functions with these operators.
+and gradients are operators of their own, as there. `DOUBLE` are the application's functions with these operators.
 """
 
 import sys

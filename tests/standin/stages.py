@@ -72,37 +72,29 @@ class RankUnderTest:
     """A `TrainerRank` of a scenario and what the stages do with it."""
 
     def __init__(self, scenario: Scenario, rank: int, ranks: int, folder: Path) -> None:
-        from app.config.algorithm import AlgorithmConfig, Correction, Kl
+        from app.config.algorithm import AlgorithmConfig, Kl
         from app.config.device import DeviceKind, Dtype
         from app.config.trainer import Checkpointing, TrainerConfig
-        from app.trainer.rank import RankSpec, TrainerRank
-        from tests.trainer.support import LIMIT, scored_groups
+        from app.trainer.rank import TrainerRank
+        from tests.trainer.support import rank_spec, scored_groups
 
         self.scenario = scenario
         self.folder = folder
         self.others = self.allocated()  # bytes of earlier scenarios
         self.groups = scored_groups(6, shortest=3)
-        algorithm = AlgorithmConfig(kl=Kl.k3, kl_coefficient=0.1) if scenario.extras else AlgorithmConfig()
-        spec = RankSpec(
+        spec = rank_spec(
+            folder.parent / scenario.family,
+            folder,
             device=DeviceKind[scenario.device],
             dtype=Dtype[scenario.dtype],
-            model_path=folder.parent / scenario.family,
-            trust_remote_code=False,
             trainer=TrainerConfig(
                 lr=1e-3,
                 tokens_per_microbatch=40,
                 activation_checkpointing=Checkpointing.all if scenario.extras else Checkpointing.none,
             ),
-            algorithm=algorithm,
-            correction=Correction.none,
-            temperature=0.7,
-            max_completion_tokens=LIMIT,
-            run_updates=1,
+            algorithm=AlgorithmConfig(kl=Kl.k3, kl_coefficient=0.1) if scenario.extras else AlgorithmConfig(),
             reference=scenario.extras,
             ranks=ranks,
-            threads=1,
-            seed=0,
-            logs=folder,
         )
         with mock.patch("app.trainer.rank.log_to"):
             self.host = TrainerRank(spec, rank)

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from app.config.algorithm import AlgorithmConfig, Correction
+from app.config.device import DeviceKind, Dtype
 from app.config.model import LoraConfig
 from app.config.trainer import Optimizer, TrainerConfig
 from app.model.load import load
@@ -212,6 +213,29 @@ def play(path: Path, scenario: Scenario, mesh: DeviceMesh | None = None) -> Resu
         parameters(step.model),
         cross_entropy,
     )
+
+
+def rank_spec(path: Path, logs: Path, **settings: Any) -> Any:
+    """The `RankSpec` of a rank on a CPU, but for these settings."""
+    from app.trainer.rank import RankSpec
+
+    defaults: dict[str, Any] = {
+        "device": DeviceKind.cpu,
+        "dtype": Dtype.float32,
+        "model_path": path,
+        "trust_remote_code": False,
+        "algorithm": AlgorithmConfig(),
+        "correction": Correction.none,
+        "temperature": TEMPERATURE,
+        "max_completion_tokens": LIMIT,
+        "run_updates": 1,
+        "reference": False,
+        "ranks": 1,
+        "threads": 1,
+        "seed": 0,
+        "logs": logs,
+    }
+    return RankSpec(**defaults | settings)
 
 
 def train(step: TrainStep, scenario: Scenario, version: int = 1) -> StepReport:

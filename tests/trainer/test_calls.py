@@ -41,46 +41,40 @@ async def none_begun() -> int:
     return 0
 
 
-def test_a_rank_that_cannot_write_breaks_no_trainer_whose_other_rank_still_writes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+GATE: dict[str, Callable[[], Awaitable[object]]] = {"hold_passes": none_begun, "end_passes": done}
+
+
+@pytest.mark.parametrize(
+    ("method", "ranks", "timeout_s", "named", "broken"),
+    [
+        ("write", [{"write": full_disk}, {"write": never}], 60, "write: OSError", False),  # rank 1 still writes
+        ("write", [{"write": never, "stacks": stacks}], 0.1, r"write .*trainer\.timeout_s", False),
+        ("finish_step", [{"finish_step": full_disk}, {"finish_step": never}], 60, "finish_step: OSError", True),
+        # Ranks may be in the middle of a pass, with gradients that would add to those of the next step.
+        (
+            "abort_step",
+            [{"abort_step": full_disk, **GATE}, {"abort_step": done, **GATE}],
+            60,
+            "abort_step: OSError",
+            True,
+        ),
+        ("finish_step", [{"finish_step": never, "stacks": stacks}], 0.1, "finish_step within", True),
+    ],
+    ids=["a write fails", "a write is late", "a step fails on one rank", "an abort fails", "a step is late"],
+)
+def test_a_call_that_fails_names_its_rank_and_breaks_the_trainer_unless_ranks_only_write(
+    method: str,
+    ranks: list[dict[str, Callable[[], Awaitable[object]]]],
+    timeout_s: float,
+    named: str,
+    broken: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Stacks that cannot be written, as there is a file in the place of their folder, hide no rank."""
     monkeypatch.setattr(remote, "ROOT_CAUSE_GRACE_S", 0.1)
-    trainer = RemoteTrainer([rank(write=full_disk), rank(write=never)], timeout_s=60, logs=tmp_path)
-    with pytest.raises(TrainerError, match=r"rank 0 .*write: OSError"):
-        asyncio.run(trainer.write(tmp_path))
-    assert not trainer.broken
-
-
-def test_a_write_that_is_late_breaks_no_trainer(tmp_path: Path) -> None:
-    trainer = RemoteTrainer([rank(write=never, stacks=stacks)], timeout_s=0.1, logs=tmp_path)
-    with pytest.raises(TrainerError, match=r"rank 0 .*write .*trainer\.timeout_s"):
-        asyncio.run(trainer.write(tmp_path))
-    assert not trainer.broken
-
-
-def test_a_step_on_which_a_rank_is_stuck_breaks_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "ROOT_CAUSE_GRACE_S", 0.1)
-    ranks = [rank(finish_step=full_disk), rank(finish_step=never)]
-    trainer = RemoteTrainer(ranks, timeout_s=60, logs=tmp_path)
-    with pytest.raises(TrainerError, match=r"rank 0 .*finish_step: OSError"):
-        asyncio.run(trainer.finish_step())
-    assert trainer.broken
-
-
-def test_a_step_that_cannot_be_aborted_breaks_the_trainer(tmp_path: Path) -> None:
-    """Its ranks may be in the middle of a pass, with gradients that would add to those of the next step."""
-    gate = {"hold_passes": none_begun, "end_passes": done}
-    ranks = [rank(abort_step=full_disk, **gate), rank(abort_step=done, **gate)]
-    trainer = RemoteTrainer(ranks, timeout_s=60, logs=tmp_path)
-    with pytest.raises(TrainerError, match=r"rank 0 .*abort_step: OSError"):
-        asyncio.run(trainer.abort_step())
-    assert trainer.broken
-
-
-def test_stacks_that_cannot_be_written_do_not_hide_the_rank_that_is_late(tmp_path: Path) -> None:
-    logs = tmp_path / "logs"
-    logs.write_text("a file in the place of the folder")
-    trainer = RemoteTrainer([rank(finish_step=never, stacks=stacks)], timeout_s=0.1, logs=logs)
-    with pytest.raises(TrainerError, match=r"rank 0 .*finish_step within"):
-        asyncio.run(trainer.finish_step())
-    assert trainer.broken
+    (tmp_path / "logs").touch()
+    trainer = RemoteTrainer([rank(**calls) for calls in ranks], timeout_s=timeout_s, logs=tmp_path / "logs")
+    with pytest.raises(TrainerError, match=f"rank 0 .*{named}"):
+        asyncio.run(getattr(trainer, method)(*([tmp_path] if method == "write" else [])))
+    assert (trainer.broken is not None) == broken

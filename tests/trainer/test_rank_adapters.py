@@ -9,16 +9,15 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from app.config.algorithm import Correction
-from app.config.device import DeviceKind, Dtype
+from app.config.device import Dtype
 from app.config.model import LoraConfig
 from app.config.trainer import TrainerConfig
 from app.model.policy import named_checkpoint_tensors, named_trained_tensors
 from app.offload.trainer import Offload
-from app.trainer.rank import OFFLOAD, RankSpec, TrainerRank
+from app.trainer.rank import OFFLOAD, TrainerRank
 from app.types import TrainerMemory
 from tests.trainer.ranks import run_on
-from tests.trainer.support import LIMIT, TEMPERATURE, full, scored_groups
+from tests.trainer.support import full, rank_spec, scored_groups
 from tests.trainer.test_adapters import KL
 
 
@@ -28,22 +27,15 @@ def local_bytes(tensors: Any) -> int:
 
 def played(mesh: DeviceMesh, path: Path, logs: Path) -> dict[str, Any]:
     """Two steps of a rank, its model moved to the host and back in between."""
-    spec = RankSpec(
-        device=DeviceKind.cpu,
+    spec = rank_spec(
+        path,
+        logs,
         dtype=Dtype.bfloat16,
-        model_path=path,
-        trust_remote_code=False,
         trainer=TrainerConfig(lr=0.01, tokens_per_microbatch=100),
         run_updates=2,
         algorithm=KL,
-        correction=Correction.none,
-        temperature=TEMPERATURE,
-        max_completion_tokens=LIMIT,
         reference=True,
         ranks=mesh.size(),
-        threads=1,
-        seed=3,
-        logs=logs,
         lora=LoraConfig(rank=4),
     )
     rank = TrainerRank(spec, dist.get_rank())

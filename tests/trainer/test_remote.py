@@ -18,16 +18,10 @@ from app.checkpoint.run_state import RunState
 from app.errors import TrainerError
 from app.trainer.remote import RemoteTrainer
 from app.types import ScoredGroup, StepReport
-from tests.model.support import save_qwen3
 from tests.trainer.support import VOCABULARY, scored_groups
 from tests.weight_sync.support import make_trainer
 
 TOO_LONG_S = 60.0  # an undetected failure would take the `timeout_s` of `make_trainer`: 120
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_qwen3(tmp_path_factory.mktemp("policy"))
 
 
 @pytest.fixture

@@ -16,17 +16,6 @@ def path(tmp_path: Path) -> Path:
     return save_qwen3(tmp_path / "model")
 
 
-def test_a_copy_in_other_files_is_the_same_base(path: Path, tmp_path: Path) -> None:
-    tensors = load_file(path / "model.safetensors")
-    names = sorted(tensors)
-    copy = tmp_path / "copy"
-    copy.mkdir()
-    for number, part in enumerate((names[::2], names[1::2])):
-        save_file({name: tensors[name] for name in part}, copy / f"model-{number}.safetensors", metadata={"a": "b"})
-    assert fingerprint(copy) == fingerprint(path)
-    assert len(fingerprint(path)) == 16
-
-
 def test_another_value_name_or_dtype_is_another_base(path: Path, tmp_path: Path) -> None:
     tensors = load_file(path / "model.safetensors")
     name = "model.layers.1.mlp.up_proj.weight"
