@@ -215,16 +215,14 @@ class EpisodeAttempt:
             turns=tuple(Turn(**turn) for turn in end.turns),
             ending=Ending.length if self.full else Ending(end.ending),
             scores=end.scores,
-            metrics={**end.metrics, **self._metrics(seconds)},
+            metrics={
+                **end.metrics,
+                "turns": float(self.requests_sent),
+                "sequences": float(len(self.sequences)),
+                "wall_seconds": seconds,
+                "engine_seconds": self.engine_seconds,
+                "prompt_tokens": float(self.prompt_tokens),
+                "cached_tokens": float(self.cached_tokens),
+            },
         )
         return Trajectory(spec.prompt, self.last or nothing, end.text, episode=episode)
-
-    def _metrics(self, seconds: float) -> dict[str, float]:
-        return {
-            "turns": float(self.requests_sent),
-            "sequences": float(len(self.sequences)),
-            "wall_seconds": seconds,
-            "engine_seconds": self.engine_seconds,
-            "prompt_tokens": float(self.prompt_tokens),
-            "cached_tokens": float(self.cached_tokens),
-        }
