@@ -4,7 +4,7 @@ Every method may be called again after it returned. "Idempotent" means that a re
 are bounded by the implementation; a missed deadline raises the component's error, which names what was awaited.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -101,15 +101,15 @@ class RolloutEngine(Protocol):
         """
         ...
 
-    async def release(self, region: EngineMemory) -> None:
-        """Free a region's device memory; its content is lost. Needs a paused, idle engine. Idempotent.
+    async def release(self, regions: Collection[EngineMemory]) -> None:
+        """Free these regions' device memory; their content is lost. Needs a paused, idle engine. Idempotent.
 
         An engine that serves adapters refuses to release the weights: no sync brings them back.
         """
         ...
 
-    async def reload(self, region: EngineMemory) -> None:
-        """Allocate a released region again. Weights are undefined until the next sync. Idempotent."""
+    async def reload(self, regions: Collection[EngineMemory]) -> None:
+        """Allocate released regions again. Weights are undefined until the next sync. Idempotent."""
         ...
 
     async def update(self, route: str, body: Mapping[str, Any]) -> dict[str, Any]:

@@ -40,11 +40,11 @@ class EngineStart(Enum):
 
 
 class EngineMemory(Enum):
-    """A region of an engine's device memory that can be released and reloaded."""
+    """A region of an engine's device memory that can be released and reloaded, with SGLang's tag."""
 
     weights = "weights"
     kv_cache = "kv_cache"
-    graphs = "graphs"
+    graphs = "cuda_graph"
 
 
 class TrainerMemory(Enum):

@@ -6,7 +6,7 @@ import math
 import random
 import selectors
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -212,9 +212,9 @@ class SimEngine:
         for name in names:
             self._changed[name].set()
 
-    async def release(self, region: EngineMemory) -> None: ...
+    async def release(self, regions: Collection[EngineMemory]) -> None: ...
 
-    async def reload(self, region: EngineMemory) -> None: ...
+    async def reload(self, regions: Collection[EngineMemory]) -> None: ...
 
     async def update(self, route: str, body: Mapping[str, Any]) -> dict[str, Any]:
         return {}

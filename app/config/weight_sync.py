@@ -66,8 +66,8 @@ class WeightSyncConfig:
     snapshot: SnapshotPlace = setting(
         SnapshotPlace.device, "With mode=delta, where the last synced weights are kept; host is pinned memory."
     )
-    bucket_mib: float = setting(
-        512.0, "Size of a bucket; a larger tensor is a bucket by itself.", above=0, noun="a number of MiB"
+    bucket_mib: float | None = setting(
+        None, "Size of a bucket, or one larger tensor; null: 512 on a CPU, else 2048.", above=0, noun="a number of MiB"
     )
     verify: Verify = setting(
         Verify.never,

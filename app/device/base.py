@@ -134,6 +134,7 @@ class Device:
     # Default of rollout.memory_fraction on devices of an engine's own. The rest has to hold its activations and graphs,
     # and during a weight sync the largest bucket twice. SGLang's own choice for Qwen3.5-9B on 80 GB is 0.756.
     engine_fraction: float = 0.75
+    bucket_mib: float = 2048.0  # default of weight_sync.bucket_mib: buffers of a device exist during a sync only
     # The most tokens in an engine's KV cache, which then is only as large as its requests can need, since it takes the
     # machine's memory. None: the cache fills the engine's share of the device.
     max_kv_tokens: int | None = None

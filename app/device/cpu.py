@@ -70,6 +70,7 @@ DEVICE = Device(
     fork_server=fork_server if CPU_ENGINE else None,
     prepare_rank=use_matmul_of_engines if CPU_ENGINE else None,
     engine_fraction=0.3,
+    bucket_mib=512.0,  # its buffers stay, in shared memory with `ipc`
     max_kv_tokens=65536,
     request_bounds=(64, 256),
     shares_memory=False,

@@ -47,12 +47,15 @@ class TimeSharing:
     async def give_to_engines(self, sync: Callable[[], Awaitable[SyncReport]]) -> SyncReport:
         """Hand the devices to the engines. `sync` copies the current policy into them."""
         await self.offload_trainer(OPTIMIZER_STATE)
-        await self._reload(self.weights)
+        # Two calls: the weights before the sync, the caches when the trainer's parameters are off the device.
+        if self.offload.engine:
+            await self.pool.each(RolloutEngine.reload, self.weights)
 
         report = await sync()
 
         await self.offload_trainer([TrainerMemory.parameters])
-        await self._reload(reversed(CACHES))
+        if self.offload.engine:
+            await self.pool.each(RolloutEngine.reload, CACHES)
         self.supervisor.resume_restarts()
         return report
 
@@ -68,8 +71,7 @@ class TimeSharing:
             return
 
         await self.pool.each(RolloutEngine.pause, InFlight.drain)
-        for region in (*CACHES, *self.weights):
-            await self.pool.each(RolloutEngine.release, region)
+        await self.pool.each(RolloutEngine.release, (*CACHES, *self.weights))
         await self.supervisor.end_lost()
 
     async def offload_trainer(self, regions: Iterable[TrainerMemory]) -> None:
@@ -88,18 +90,11 @@ class TimeSharing:
         engines = list(engines)
         if self.offload.engine:
             await asyncio.gather(*(engine.pause(InFlight.drain) for engine in engines))
-            for region in CACHES:
-                await asyncio.gather(*(engine.release(region) for engine in engines))
+            await asyncio.gather(*(engine.release(CACHES) for engine in engines))
         await self.onload_trainer([TrainerMemory.parameters])
 
         yield
 
         await self.offload_trainer([TrainerMemory.parameters])
         if self.offload.engine:
-            for region in reversed(CACHES):
-                await asyncio.gather(*(engine.reload(region) for engine in engines))
-
-    async def _reload(self, regions: Iterable[EngineMemory]) -> None:
-        if self.offload.engine:
-            for region in regions:
-                await self.pool.each(RolloutEngine.reload, region)
+            await asyncio.gather(*(engine.reload(CACHES) for engine in engines))

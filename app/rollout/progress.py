@@ -112,7 +112,14 @@ async def _poll(
         clock.reset(before, time.monotonic())
         return
 
-    replied, report = await _report(client, seconds)
+    try:
+        report = await client.unfinished(seconds)
+        replied = report is not None or await client.healthy("/health_generate", seconds)
+    except KeyRefused:
+        raise
+    except EngineError:
+        replied, report = False, None
+
     # The report says nothing about prompts that ended, or were paused, since it was requested.
     prompts = {prompt: ids for prompt, ids in sampling().items() if prompt in before}
     if replied and report is None:
@@ -120,14 +127,3 @@ async def _poll(
         clock.reset(prompts, time.monotonic())
     else:
         clock.observe(prompts, report, time.monotonic())
-
-
-async def _report(client: Client, seconds: float) -> tuple[bool, Report | None]:
-    """Return whether the scheduler replied, and its report if it makes one."""
-    try:
-        report = await client.unfinished(seconds)
-    except KeyRefused:
-        raise
-    except EngineError:
-        return False, None
-    return report is not None or await client.healthy("/health_generate", seconds), report

@@ -21,7 +21,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from app.config.weight_sync import WeightSyncConfig
 from app.errors import SyncError
@@ -41,22 +41,7 @@ if TYPE_CHECKING:
 ADAPTER_EXTENSION: Final = "adapter_sync"  # the name under which an `AdapterSender` is attached to every trainer rank
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterPush:
-    """The adapter of one policy version, as rank 0 gathered it."""
-
-    folder: Path | None  # in shared memory, in PEFT's form
-    inline: dict[str, Any]  # without a folder: the adapter's configuration, and its tensors for one engine rank
-    bytes: int
-
-    def body(self, tensor_parallel: int) -> dict[str, Any]:
-        """Return the body of `RolloutEngine.load_adapter` for an engine of this many ranks."""
-        if self.folder is not None:
-            return {"lora_path": str(self.folder)}
-        return {
-            "config_dict": self.inline["config"],
-            "serialized_named_tensors": [self.inline["tensors"]] * tensor_parallel,
-        }
+AdapterPush: TypeAlias = tuple[dict[str, Any], int]  # the body of `RolloutEngine.load_adapter`, bytes of the adapter
 
 
 class AdapterSender:
@@ -76,11 +61,11 @@ class AdapterSender:
         self.receivers = Receivers.rank_0 if trainer_rank.device.has_gather else Receivers.rank_0_by_all_gather
         self._folder: Path | None = None
 
-    def gather(self, one_machine: bool) -> AdapterPush | None:
+    def gather(self, copies: int) -> AdapterPush | None:
         """Gather the adapters in the engines' dtype. A collective; None on ranks other than 0.
 
         Args:
-            one_machine: Whether the engines see this machine's shared memory.
+            copies: Ranks of an engine, which get the bytes in a request. 0: engines see this machine's shared memory.
 
         Raises:
             SyncError: The shared memory is full.
@@ -95,10 +80,10 @@ class AdapterSender:
 
         size = sum(tensor.nbytes for tensor in tensors.values())
         config = served_config(self.trainer_rank.spec.lora)
-        if one_machine:
+        if not copies:
             self._folder = _write(tensors, config, size)
-            return AdapterPush(self._folder, {}, size)
-        return AdapterPush(None, {"config": config, "tensors": serialize(tensors)}, size)
+            return {"lora_path": str(self._folder)}, size
+        return {"config_dict": config, "serialized_named_tensors": [serialize(tensors)] * copies}, size
 
     def release(self) -> None:
         """Remove the last push from shared memory. Idempotent. Engines that read it keep what they need."""
@@ -173,13 +158,11 @@ class AdapterSynchronizer:
         engines = list(self.engines.values())
         try:
             with timer.phase("gather"):
-                gathering = self.trainer.call(ADAPTER_EXTENSION, AdapterSender.gather, one_machine=self.one_machine)
+                copies = 0 if self.one_machine else self.tensor_parallel
+                gathering = self.trainer.call(ADAPTER_EXTENSION, AdapterSender.gather, copies=copies)
                 gathered = await deadline.gather("gathering the adapter", {TRAINER_RANKS: gathering})
-                push = gathered[TRAINER_RANKS][0]
-                if push is None:
-                    raise SyncError(f"weight sync of policy {version}: trainer rank 0 gathered nothing")
+                body, size = gathered[TRAINER_RANKS][0]
             with timer.phase("load"):
-                body = push.body(self.tensor_parallel)
                 calls = {engine.name: engine.load_adapter(version, body) for engine in engines}
                 loaded = await deadline.gather("loading the adapter", calls)
             with timer.phase("resume"):  # engines that were drained to hand their devices to the trainer
@@ -189,7 +172,7 @@ class AdapterSynchronizer:
 
         return SyncReport(
             version=version,
-            bytes=push.bytes,
+            bytes=size,
             buckets=1,
             seconds=sync_seconds(timer, started),
             adapters=max(loaded.values(), default=0),

@@ -7,9 +7,11 @@ Invariants:
     - Every tensor starts at a multiple of its element size, as the engine's loader expects.
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import accumulate
 from math import prod
 
 ITEM_BYTES = {"float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2, "uint8": 1}
@@ -53,10 +55,7 @@ class Bucket:
 
     @property
     def offsets(self) -> list[int]:
-        offsets = [0]
-        for tensor in self.tensors[:-1]:
-            offsets.append(offsets[-1] + tensor.bytes)
-        return offsets
+        return [0, *accumulate(tensor.bytes for tensor in self.tensors[:-1])]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +75,7 @@ def plan_buckets(tensors: Sequence[TensorMeta], *, capacity: int) -> tuple[Bucke
     `capacity` gets its own bucket.
     """
     count = len(_filled(tensors, capacity))
-    enough, too_small = capacity, 0
-    while enough - too_small > 1:
-        middle = (enough + too_small) // 2
-        if len(_filled(tensors, middle)) <= count:
-            enough = middle
-        else:
-            too_small = middle
+    enough = 1 + bisect_left(range(1, capacity), True, key=lambda size: len(_filled(tensors, size)) <= count)
     return tuple(Bucket(tuple(bucket)) for bucket in _filled(tensors, enough))
 
 

@@ -53,6 +53,8 @@ class Sender:
         self.delta_encoder: DeltaEncoder | None = None
         self.engines: Collection[int] = ()  # of the current sync
         self.tensor_parallel = 1  # ranks of an engine
+        self._keeps_buffers = self.device.type == "cpu"
+        self._has_buffers = self.on_all_ranks or self.rank_index == 0
 
         self.receivers = Receivers.every_rank
         if not self.on_all_ranks:
@@ -173,14 +175,6 @@ class Sender:
 
             size = max(bucket.bytes + max_header_bytes(bucket) for bucket in self.buckets)
         self.buffers = [self.allocate(size) for _ in range(min(BUFFERS, len(self.buckets)))]
-
-    @property
-    def _keeps_buffers(self) -> bool:
-        return self.device.type == "cpu"
-
-    @property
-    def _has_buffers(self) -> bool:
-        return self.on_all_ranks or self.rank_index == 0
 
     def _gather(self, index: int) -> ReadyBucket:
         import torch

@@ -66,6 +66,7 @@ class BucketedWeightSynchronizer:
     verifier: Verifier
     in_flight: InFlight
     tensor_parallel: int  # ranks of an engine
+    bucket_bytes: int  # capacity of a bucket
     _buckets: Sequence[Bucket] = ()
     _members_changed: bool = False  # since the transport connected
     _synced_version: int | None = None  # that every engine is known to hold
@@ -75,7 +76,7 @@ class BucketedWeightSynchronizer:
         self._synced_version = None
         await self.trainer.attach(SENDER_EXTENSION, self.transport.sender)
         tensors = (await self.trainer.call(SENDER_EXTENSION, Sender.describe))[0]
-        self._buckets = plan_buckets(tensors, capacity=int(self.config.bucket_mib * MIB))
+        self._buckets = plan_buckets(tensors, capacity=self.bucket_bytes)
         snapshot = self.config.snapshot if self.config.mode is SyncMode.delta else None
         await self.trainer.call(
             SENDER_EXTENSION,
@@ -97,7 +98,8 @@ class BucketedWeightSynchronizer:
         """Copy the trainer's parameters into every engine as policy `version`. See `WeightSynchronizer.sync`."""
         deadline = Deadline(version, self.config.timeout_s)
         started, timer = time.perf_counter(), PhaseTimer()
-        base = self._delta_base()
+        # The version that a delta is onto; None: a full sync.
+        base = None if self.config.mode is SyncMode.full else self._synced_version
         self._synced_version = None  # until every engine has all of it
         try:
             with timer.phase("gather"):
@@ -105,10 +107,8 @@ class BucketedWeightSynchronizer:
                     await self.transport.abort(self.trainer)
                     self._members_changed = False
                 engines = list(self.engines)
-                beginning = self.trainer.call(
-                    SENDER_EXTENSION, Sender.begin, version=version, base=base, engines=engines
-                )
-                ready = (await deadline.gather("gathering bucket 0", {TRAINER_RANKS: beginning}))[TRAINER_RANKS]
+                begin = self.trainer.call(SENDER_EXTENSION, Sender.begin, version=version, base=base, engines=engines)
+                ready = (await deadline.gather("gathering bucket 0", {TRAINER_RANKS: begin}))[TRAINER_RANKS]
             with timer.phase("pause"):
                 await deadline.gather("pause", self._on_engines(self._pause), bounded=False)
             with timer.phase("connect"):
@@ -216,10 +216,6 @@ class BucketedWeightSynchronizer:
     def _flush_cache(self) -> bool:
         return self.in_flight is not InFlight.in_place
 
-    def _delta_base(self) -> int | None:
-        """Return the version that the next sync is a delta onto; None: it has to be full."""
-        return None if self.config.mode is SyncMode.full else self._synced_version
-
     def _on_engines(
         self, call: Callable[[RolloutEngine], Coroutine[Any, Any, Any]]
     ) -> dict[str, Coroutine[Any, Any, Any]]:
@@ -271,6 +267,7 @@ def make_synchronizer(
     transport = make(backend=device.collective, tensor_parallel=tensor_parallel, **config.weight_sync.args)
 
     verifier = Verifier(config.weight_sync.verify, folder / "verify")
+    capacity = int((config.weight_sync.bucket_mib or device.bucket_mib) * MIB)
     return BucketedWeightSynchronizer(
-        trainer, indexed, config.weight_sync, transport, verifier, config.placement.in_flight, tensor_parallel
+        trainer, indexed, config.weight_sync, transport, verifier, config.placement.in_flight, tensor_parallel, capacity
     )

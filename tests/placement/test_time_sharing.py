@@ -6,7 +6,7 @@ simulated and refuse what a server without its memory could not do.
 
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -94,12 +94,14 @@ class Resident(Recorded):
         await super().resume()
         self.paused = False
 
-    async def release(self, part: EngineMemory) -> None:
+    async def release(self, parts: Collection[EngineMemory]) -> None:
         assert self.paused
-        self.card.leave(part)
+        for part in parts:
+            self.card.leave(part)
 
-    async def reload(self, part: EngineMemory) -> None:
-        self.card.come(part)
+    async def reload(self, parts: Collection[EngineMemory]) -> None:
+        for part in parts:
+            self.card.come(part)
 
 
 class Reads(SimSync):
@@ -141,7 +143,7 @@ def train(folder: Path, model: Path, make_offload: Callable[[Any], Offload], *, 
 def test_the_devices_change_hands_in_the_designs_order(lora_rank: int, tmp_path: Path, model: Path) -> None:
     """Engines that serve adapters keep the weights of the model."""
     reloaded, released = ([], []) if lora_rank else (["+weights"], ["-weights"])
-    to_engines = ["-gradients", "-optimizer", *reloaded, "-parameters", "+kv_cache", "+graphs"]
+    to_engines = ["-gradients", "-optimizer", *reloaded, "-parameters", "+graphs", "+kv_cache"]
     to_trainer = ["-graphs", "-kv_cache", *released, "+parameters", "+optimizer", "+gradients"]
     trained = train(tmp_path, model, Poisoned, lora_rank=lora_rank)
     assert trained.card.moves == to_engines + STEPS * (to_trainer + to_engines)

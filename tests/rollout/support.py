@@ -134,14 +134,18 @@ def _group_of(process: psutil.Process) -> int | None:
 
 
 async def in_flight(engine: RemoteEngine, given: GroupRequest, *, running: int = 1) -> asyncio.Task[list[Completion]]:
-    """A group that is being sampled, once the server runs at least `running` requests, of all groups together."""
+    """A group that is being sampled, once the server runs at least `running` requests, of all groups together.
+
+    A group that ended before that was seen is sampled again.
+    """
     task = asyncio.create_task(engine.generate(given))
     url, key = await address_of(engine)
-    async with asyncio.timeout(60):
-        while await asyncio.to_thread(_running_requests, url, key) < running:
-            assert not task.done(), f"the group ended before it was seen running: {task}"
+    async with asyncio.timeout(120):
+        while await asyncio.to_thread(_running_requests, url, key) < running or task.done():
+            if task.done():
+                await task
+                task = asyncio.create_task(engine.generate(given))
             await asyncio.sleep(0.01)
-    assert not task.done(), f"the group ended already: {task}"
     return task
 
 

@@ -143,8 +143,8 @@ async def test_the_weights_of_a_model_with_adapters_are_not_released(
 ) -> None:
     await engine.load_adapter(1, bodies[1])
     await engine.pause(InFlight.drain)
-    await engine.release(EngineMemory.kv_cache)
+    await engine.release([EngineMemory.kv_cache])
     with pytest.raises(EngineError, match="engine 0: weights"):
-        await engine.release(EngineMemory.weights)
-    await engine.reload(EngineMemory.kv_cache)
+        await engine.release(list(EngineMemory))
+    await engine.reload([EngineMemory.kv_cache])
     await engine.resume()

@@ -1,13 +1,19 @@
 """The bodies of requests, and how replies and failures are read."""
 
 import asyncio
+import json
 import socket
+import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import orjson
 import pytest
 from aiohttp import web
 
@@ -181,3 +187,51 @@ async def test_the_members_of_a_group_have_their_own_request_ids(ray_session: No
     assert bodies[0]["return_logprob"] is True
     sampling = {"temperature": 0.7, "top_p": 1.0, "top_k": -1, "max_new_tokens": 5, "stop": []}
     assert bodies[0]["sampling_params"] == sampling
+
+
+async def test_a_long_reply_is_parsed_member_by_member_outside_of_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before each member a health call is answered. `-s` prints how long the loop stood at most without those calls."""
+    random = np.random.default_rng(0)
+    ids, logprobs = random.integers(0, 150_000, 32_768), -random.exponential(1.0, 32_768).astype(np.float32)
+    pairs = list(zip(logprobs.tolist(), ids.tolist(), strict=True))
+    text = orjson.dumps([{"output_ids": ids.tolist(), **answer(pairs, "length")}] * 8)
+    loop, parsed = asyncio.get_running_loop(), list[tuple[threading.Thread, int, Any]]()
+
+    def load(piece: bytes) -> Any:
+        asyncio.run_coroutine_threadsafe(client.healthy(), loop).result(60)
+        content = orjson.loads(piece)
+        parsed.append((threading.current_thread(), len(piece), content["meta_info"]["output_token_logprobs"]))
+        return content
+
+    async def generate(_: web.Request) -> web.Response:
+        return web.Response(body=text)
+
+    async with serving(health=replying(""), generate=generate) as url:
+        client = Client("engine 1", url, None)
+        sample = partial(client.generate, request("data/0@0", group_size=8), list("abcdefgh"), cache_key="")
+        stood, last, sampling = 0.0, time.perf_counter(), asyncio.create_task(sample())
+        while not sampling.done():
+            await asyncio.sleep(0.001)
+            stood, last = max(stood, time.perf_counter() - last), time.perf_counter()
+        print(f"{len(text) / 1e6:.1f} MB: the event loop stood for {1000 * stood:.0f} ms")  # noqa: T201
+
+        monkeypatch.setattr(clients, "orjson", SimpleNamespace(loads=load, dumps=orjson.dumps))
+        for reply in [*await sampling, *await sample()]:
+            assert np.array_equal(reply.completion.token_ids, ids)
+            assert np.array_equal(reply.completion.logprobs, logprobs)
+        await client.close()
+
+    assert len({thread for thread, _, _ in parsed} | {threading.current_thread()}) == 2
+    assert max(size for _, size, _ in parsed) < len(text) / 7.9
+    assert [len(flat) for _, _, flat in parsed] == [
+        1
+    ] * 8  # no list for each token, for the garbage collector to follow
+
+
+@pytest.mark.parametrize("separators", [(",", ":"), (", ", ": ")])
+@pytest.mark.parametrize("first", ['a"},{"text":"b', [{"a": 1}, {"text": 2}]])
+def test_a_list_is_parsed_whatever_its_members_hold(first: Any, separators: tuple[str, str]) -> None:
+    members = [{"text": first, "spans": [{"text": 1}, {"version": 2}]}, {"text": "c"}]
+    assert clients.parse_list(json.dumps(members, separators=separators).encode()) == members

@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from app.rollout.engine import server_connection
 from app.rollout.engine.client import ConnectionLost
 from app.rollout.engine.host import EngineHost
 from app.rollout.engine.server_connection import HostSpec
-from app.types import InFlight
+from app.types import EngineMemory, InFlight
 from tests.rollout.support import host_spec, request, server_spec
 
 
@@ -140,3 +141,28 @@ async def test_a_start_ends_when_another_program_took_the_port(
         with pytest.raises(EngineError, match=r"engine 0: .*127\.0\.0\.1:\d+; log: "):
             await starting
     await host.stop()
+
+
+async def test_regions_are_released_and_reloaded_by_one_call_and_each_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[Any, ...]] = []
+
+    async def control(*arguments: Any) -> None:
+        calls.append(arguments)
+
+    host = started(SilentClient(), monkeypatch, tmp_path)
+    host.spec = replace(host.spec, releases_memory=True)
+    monkeypatch.setattr(host._connection, "control", control)
+    await host.pause(InFlight.retract)
+    await host.release([EngineMemory.graphs])
+    for _ in range(2):
+        await host.release(list(EngineMemory))
+    for regions in ([EngineMemory.weights], EngineMemory, EngineMemory):
+        await host.reload(list(regions))
+    assert [(route, body["tags"]) for route, body in calls[1:]] == [
+        ("/release_memory_occupation", ["cuda_graph"]),
+        ("/release_memory_occupation", ["weights", "kv_cache"]),
+        ("/resume_memory_occupation", ["weights"]),
+        ("/resume_memory_occupation", ["kv_cache", "cuda_graph"]),
+    ]

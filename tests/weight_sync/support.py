@@ -19,6 +19,7 @@ from app.config.model import LoraConfig
 from app.config.trainer import TrainerConfig
 from app.config.weight_sync import Verify, WeightSyncConfig
 from app.types import GroupRequest, InFlight, Sampling
+from app.utils.units import MIB
 from app.weight_sync.synchronizer import BucketedWeightSynchronizer
 from app.weight_sync.transport.collective import CollectiveTransport
 from app.weight_sync.transport.ipc import IpcTransport
@@ -132,6 +133,7 @@ async def make_synchronizer(
         Verifier(verify, folder / "verify"),
         in_flight=in_flight,
         tensor_parallel=tensor_parallel,
+        bucket_bytes=int((config.bucket_mib or 512) * MIB),
     )
     await synchronizer.prepare()
     return synchronizer

@@ -222,14 +222,15 @@ def _adapters(config: RunConfig, model: Architecture) -> list[str]:
 def _weights(config: RunConfig, device: Device, model: Architecture) -> list[str]:
     item = config.device.dtype.bytes
     weights = model.parameters * item
-    bucket = max(config.weight_sync.bucket_mib * MIB, model.largest_tensor * item)
+    limit = (config.weight_sync.bucket_mib or device.bucket_mib) * MIB
+    bucket = max(limit, model.largest_tensor * item)
     seconds = sync_seconds(config, device, model)
 
     lines = [
         f"  {model.parameters:,} parameters in {config.device.dtype.name}: {weights:,} bytes ({_gib(weights)}) in at "
         f"least {math.ceil(weights / bucket)} bucket(s) of up to {bucket / MIB:,.0f} MiB",
     ]
-    if model.largest_tensor * item > config.weight_sync.bucket_mib * MIB:
+    if model.largest_tensor * item > limit:
         lines.append(
             f"  the largest tensor is a bucket of {bucket / MIB:,.0f} MiB by itself, since SGLang loads whole tensors: "
             f"rank 0 and each engine rank hold {_gib(2 * bucket)} during a sync"

@@ -72,7 +72,7 @@ def plan_trainer(config: RunConfig, device: Device, model: Architecture) -> Trai
 
     # a tensor above the bucket size has its own bucket
     largest = model.largest_tensor * item
-    bucket = min(max(sync.bucket_mib * MIB, largest), model.parameters * item)
+    bucket = min(max((sync.bucket_mib or device.bucket_mib) * MIB, largest), model.parameters * item)
     syncing = {"gathered": largest, "sync buffers": SYNC_BUFFERS * bucket}
     if device.kind is DeviceKind.cpu:
         resident["sync buffers"] = syncing.pop("sync buffers")

@@ -10,7 +10,7 @@ stalls, or loses a request, every request in flight fails with an error that nam
 
 import asyncio
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -25,8 +25,6 @@ from app.utils.process import log_to, memory_use
 
 if TYPE_CHECKING:
     from app.rollout.engine.served_adapters import Adapter, Adapters
-
-MEMORY_TAGS = {EngineMemory.weights: "weights", EngineMemory.kv_cache: "kv_cache", EngineMemory.graphs: "cuda_graph"}
 
 
 class EngineHost:
@@ -99,24 +97,22 @@ class EngineHost:
     async def abort(self, prompt_ids: Sequence[str] | None = None) -> None:
         await self._requests.abort(prompt_ids)
 
-    async def release(self, region: EngineMemory) -> None:
+    async def release(self, regions: Collection[EngineMemory]) -> None:
         if len(self._requests) or not self._paused:
-            raise EngineError(
-                f"{self.spec.name}: {region.name} cannot be released before the engine is paused and idle"
-            )
-        if self.spec.serves_adapters and region is EngineMemory.weights:
+            raise EngineError(f"{self.spec.name}: memory cannot be released before the engine is paused and idle")
+        if self.spec.serves_adapters and EngineMemory.weights in regions:
             raise EngineError(f"{self.spec.name}: weights cannot be released: no sync of adapters brings them back")
         # SGLang crashes when a region is released twice.
-        if region not in self._released:
-            if self.spec.releases_memory:
-                await self._connection.control("/release_memory_occupation", {"tags": [MEMORY_TAGS[region]]})
-            self._released.add(region)
+        await self._move_memory("/release_memory_occupation", {*regions} - self._released)
+        self._released |= {*regions}
 
-    async def reload(self, region: EngineMemory) -> None:
-        if region in self._released:
-            if self.spec.releases_memory:
-                await self._connection.control("/resume_memory_occupation", {"tags": [MEMORY_TAGS[region]]})
-            self._released.discard(region)
+    async def reload(self, regions: Collection[EngineMemory]) -> None:
+        await self._move_memory("/resume_memory_occupation", self._released & {*regions})
+        self._released -= {*regions}
+
+    async def _move_memory(self, route: str, regions: Collection[EngineMemory]) -> None:
+        if regions and self.spec.releases_memory:
+            await self._connection.control(route, {"tags": [each.value for each in EngineMemory if each in regions]})
 
     async def update(self, route: str, body: Mapping[str, Any]) -> dict[str, Any]:
         return await self._connection.post(f"/{route}", body)

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -78,11 +78,11 @@ class RemoteEngine:
     async def abort(self, prompt_ids: Sequence[str] | None = None) -> None:
         await self._call(CALL_TIMEOUT_S, EngineHost.abort, prompt_ids)
 
-    async def release(self, region: EngineMemory) -> None:
-        await self._call(CALL_TIMEOUT_S, EngineHost.release, region)
+    async def release(self, regions: Collection[EngineMemory]) -> None:
+        await self._call(CALL_TIMEOUT_S, EngineHost.release, regions)
 
-    async def reload(self, region: EngineMemory) -> None:
-        await self._call(CALL_TIMEOUT_S, EngineHost.reload, region)
+    async def reload(self, regions: Collection[EngineMemory]) -> None:
+        await self._call(CALL_TIMEOUT_S, EngineHost.reload, regions)
 
     async def update(self, route: str, body: Mapping[str, Any]) -> dict[str, Any]:
         return await self._call(CALL_TIMEOUT_S, EngineHost.update, route, body)

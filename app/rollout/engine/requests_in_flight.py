@@ -138,14 +138,10 @@ class RequestsInFlight:
     async def _sample(self, request: GroupRequest, group: GroupInFlight) -> list[Completion]:
         """Sample a group. Raises `EngineError` if the server aborted a request by itself."""
         adapter = group.adapter
-        if adapter is not None:
-            request = replace(request, version=adapter.version)
-        replies = await self._connection.client().generate(
-            request,
-            group.request_ids,
-            cache_key=group.cache_key,
-            adapter=adapter.name if adapter else None,
-        )
+        name = adapter.name if adapter else None
+        request = replace(request, version=adapter.version) if adapter else request
+        client = self._connection.client()
+        replies = await client.generate(request, group.request_ids, cache_key=group.cache_key, adapter=name)
 
         reasons = [reply.abort_reason for reply in replies if reply.abort_reason is not None]
         if reasons and not group.abort_requested:

@@ -41,10 +41,8 @@ class EpisodeGroup:
         self._playing = asyncio.ensure_future(members())
         try:
             await self._playing
-        except Aborted:
-            raise Aborted(self.spec.prompt.id, self.sampled_tokens) from None
-        except asyncio.CancelledError:
-            if self.aborted:
+        except (Aborted, asyncio.CancelledError) as error:
+            if isinstance(error, Aborted) or self.aborted:
                 raise Aborted(self.spec.prompt.id, self.sampled_tokens) from None
             raise
 

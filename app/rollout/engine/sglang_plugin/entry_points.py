@@ -39,6 +39,7 @@ def load() -> None:
     hooks: list[tuple[str, Any, Any]] = [
         (SCHEDULER, require_hooks, HookType.BEFORE),
         (patches.LOADED, patches.refresh_convolutions, HookType.AFTER),
+        (patches.ADD_REQUEST, patches.add_one_req, HookType.AROUND),
         (delta_loader.LOAD_FROM_COLLECTIVE, loader.from_collective, HookType.AROUND),
         (delta_loader.LOAD_FROM_IPC, loader.from_ipc, HookType.AROUND),
         (manager + "init_lora_shapes", lora_layers.without_embeddings, HookType.AROUND),
@@ -52,7 +53,6 @@ def load() -> None:
             (manager + "__init__", lora_layers.replace_torch, HookType.BEFORE),
             (lora_layers.PIN, lora_layers.not_pinned, HookType.REPLACE),
             (patches.SAMPLE, patches.sample, HookType.AROUND),
-            (patches.ADD_REQUEST, patches.add_one_req, HookType.AROUND),
             (SYNCHRONIZE, skip_synchronize, HookType.REPLACE),
         ]
     if MARK in os.environ:

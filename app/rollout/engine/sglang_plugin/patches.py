@@ -1,8 +1,8 @@
 """Runs inside SGLang's processes: hooks that correct or speed up SGLang, each independent of the others."""
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -76,33 +76,38 @@ def _first_above(cumulative: Tensor, share: Tensor) -> Tensor:
     return torch.searchsorted(cumulative, torch.minimum(share, below), right=True)
 
 
-# --- on a CPU: the prompt of a group is computed once, not once for each member
+# --- on every device: the prompt of a group is computed once, not once for each member
 
 ADD_REQUEST = "sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req"
 MIN_TOKENS = 16  # of a prompt that are not in the cache: below, another batch costs more
 
-_waited: WeakSet[Any] = WeakSet()  # a request waits for one batch at most
+_adders: deque[Any] = deque(maxlen=2)  # of the prefill that is being planned, and of the one before
 
 
 # The members arrive together, and SGLang adds all of them to one prefill, where none has the others' prompt in the
-# prefix cache. Here the first one is added, and the others wait for the next batch, which finds its prompt there. With
-# 8 members and completions of 32 tokens the prefill took half of a generation (SmolLM2-135M, prompts of 46 tokens).
+# prefix cache. Here the first one is added, and the others wait until its prompt is there: for the next batch, or with
+# the overlap scheduler, which plans that one before it has processed this one, for the batch after it. On a CPU the
+# prefill took half of a generation (SmolLM2-135M, groups of 8, 46 prompt tokens, 32 new ones). SGLang's parallel
+# sampling does the same, but 0.5.23 gives each sample a random request id: it cannot be aborted by ours, nor watched.
 def add_one_req(original: Callable[..., Any], adder: Any, req: Any, *rest: Any, **named: Any) -> Any:
-    """Add a request to the prefill, or leave it in the queue if this prefill computes its prompt for another one."""
+    """Add a request to the prefill, or leave it in the queue while its prompt is computed for another one."""
     from sglang.srt.managers.schedule_policy import AddReqResult
 
-    if waits(adder, req):
-        _waited.add(req)
-        return AddReqResult.CONTINUE
-    return original(adder, req, *rest, **named)
+    return AddReqResult.CONTINUE if waits(adder, req) else original(adder, req, *rest, **named)
 
 
 def waits(adder: Any, req: Any) -> bool:
-    """Return whether a request has to wait."""
+    """Return whether a request has to wait: every rank of a server must decide the same."""
+    if not _adders or _adders[-1] is not adder:
+        _adders.append(adder)
     return (
-        req not in _waited
-        and not getattr(adder.tree_cache, "disable", True)
+        not getattr(adder.tree_cache, "disable", True)
         and adder.rem_mamba_slots is None  # those of recurrent layers are reserved before a request is added
         and len(req.origin_input_ids) - getattr(req, "prefix_len", 0) >= MIN_TOKENS
-        and any(each.origin_input_ids == req.origin_input_ids for each in adder.can_run_list)
+        and any(
+            each.origin_input_ids == req.origin_input_ids
+            for every in _adders
+            for each in every.can_run_list
+            if each is not req and not each.output_ids
+        )
     )
