@@ -69,7 +69,10 @@ class LossSums:
 def denominators(
     config: AlgorithmConfig, *, tokens: float, sequences: float, demonstrated: float = 0, max_completion_tokens: int
 ) -> dict[Component, float]:
-    """Return the divisor of each component in an update, from counts of tokens and sequences over all ranks."""
+    """Return the divisor of each component in an update, from counts of its unmasked batch over all ranks.
+
+    `demonstrated` counts the tokens of demonstrations.
+    """
     match config.aggregation:
         case Aggregation.token_mean:
             sampled = tokens

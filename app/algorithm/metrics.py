@@ -79,7 +79,8 @@ def finalize(
 ) -> dict[str, float]:
     """Compute the metrics of an update from sums and counts over all microbatches and ranks.
 
-    `tokens` and `sequences` are those of the unmasked batch; without tokens, their metrics are 0.
+    `tokens` and `sequences` are those of the unmasked batch; without tokens, their metrics are 0. `loss` is the
+    update's `loss.common_denominator`, and `demonstrated` counts the tokens of demonstrations.
     """
     unreported = {Denominator.intermediate}
     if not sums.get("mismatch/same_version_tokens"):

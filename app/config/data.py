@@ -178,8 +178,9 @@ class DataConfig:
 
     def validate(self) -> None:
         expect(self.question != "", "data.question", "''", "the name of a field of the rows")
-        for name in ("answer", "answer_after", "tools", "context"):
-            expect(getattr(self, name) != "", f"data.{name}", "''", "null or text")
+        for name in ("answer", "tools", "context"):
+            expect(getattr(self, name) != "", f"data.{name}", "''", "null or the name of a field of the rows")
+        expect(self.answer_after != "", "data.answer_after", "''", "null or a text such as '####'")
         whole = self.answer is not None or self.answer_after is None
         expect(whole, "data.answer_after", self.answer_after, "null with data.answer=null")
 

@@ -68,12 +68,14 @@ class EnvironmentPool(WorkerPool):
     async def begin(self, task: Task, prompt_ids: Sequence[int]) -> Job:
         """Begin an episode in the least busy worker; waits for a free slot.
 
-        session = await pool.begin(task, prompt_ids)
-        try:
-            while isinstance(ask := await session.next(), SampleRequest):
-                session.reply(ask, Answer(ask.number, token_ids, "stop"))
-        finally:
-            await session.close()
+        Example::
+
+            session = await pool.begin(task, prompt_ids)
+            try:
+                while isinstance(ask := await session.next(), SampleRequest):
+                    session.reply(ask, Answer(ask.number, token_ids, "stop"))
+            finally:
+                await session.close()
         """
         fields = {each.name: getattr(task, each.name) for each in dataclasses.fields(task)}
         return await self.begin_job({"task": fields, "prompt": prompt_ids})

@@ -71,9 +71,10 @@ def normalized(
     Raises:
         WrongMessages: A message has another form or role.
     """
-    functions = [tool.get("function") or tool for tool in tools]
-    needs = {str(each.get("name")): (each.get("parameters") or {}).get("required") or () for each in functions}
-    required = needs if padded else None
+    required = None
+    if padded:
+        functions = [tool.get("function") or tool for tool in tools]
+        required = {str(each.get("name")): (each.get("parameters") or {}).get("required") or () for each in functions}
     return tuple(_normalized(message, number, required) for number, message in enumerate(messages, start=1))
 
 
@@ -210,6 +211,7 @@ def _normalized(message: Any, number: int, required: Mapping[str, Sequence[str]]
             raise WrongMessages(f"messages whose {name} is 0 or 1; that of message {number} is {value!r}")
         if not value:
             fields["train"] = False
+            break
     return fields
 
 

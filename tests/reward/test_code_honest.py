@@ -105,6 +105,10 @@ ASSERTED: dict[str, tuple[str, str]] = {
         "import asyncio\nasync def g(x):\n    await asyncio.sleep(0)\n    return x + 1\n"
         "def f(x):\n    return asyncio.run(g(x))\n",
     ),
+    "a class of a library's with a method": (
+        "s = Stack()\ns.append(3)\nassert s.peek() == 3",
+        "from collections import deque\nclass Stack(deque):\n    def peek(self):\n        return self[-1]\n",
+    ),
     "a limit of the recursion": (
         "assert f(20000) == 20000",
         "import resource, sys\nsys.setrecursionlimit(10**6)\nresource.setrlimit(resource.RLIMIT_STACK, (1 << 25, -1))\n"
@@ -156,6 +160,14 @@ ROWS: dict[str, tuple[dict[str, Any], str]] = {
     "a long input": (
         {"inputs": [f"{'1 ' * 200_000}\n"], "outputs": ["200000"]},
         "print(sum(map(int, input().split())))",
+    ),
+    "a long input in one read": (
+        {"inputs": ["1 " * 200_000], "outputs": ["200000"]},
+        "import os\nprint(sum(map(int, os.read(0, os.fstat(0).st_size).split())))",
+    ),
+    "a result that equals a number": (
+        {"inputs": [[4]], "outputs": [2], "fn_name": "f"},
+        "from fractions import Fraction\ndef f(x):\n    return Fraction(x, 2)\n",
     ),
 }
 

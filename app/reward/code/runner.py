@@ -94,7 +94,9 @@ def typed(value: Any) -> tuple[str, Any]:
     kind, module = type(value), type(value).__module__
     if isinstance(value, dict):
         return "dict", [list(pair) for pair in dict.items(value)]
-    for plain in (tuple, set, frozenset, bytes, bytearray, deque):
+    if kind is deque:
+        return "deque", list(value)
+    for plain in (tuple, set, frozenset, bytes, bytearray):
         if isinstance(value, plain):
             return plain.__name__, list(value)
     if isinstance(value, complex):

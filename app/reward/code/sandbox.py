@@ -95,10 +95,12 @@ class LocalSandbox:
 
     def run(self, code: str, stdin: str, timeout_s: float) -> str | None:
         """Return the stdout of a script; None unless it exits with status 0 within this time."""
-        given = self._job(code, True, timeout_s) + stdin.encode(errors="replace")
-        with open(os.memfd_create("stdout"), "r+b") as output:  # a file, whose size the kernel limits
+        # Files: the kernel limits the size of one, and programs ask for that of the other, or map it.
+        with open(os.memfd_create("stdin"), "r+b") as given, open(os.memfd_create("stdout"), "r+b") as output:
+            given.write(self._job(code, True, timeout_s) + stdin.encode(errors="replace"))
+            given.seek(0)
             try:
-                done = subprocess.run(**self._process, input=given, stdout=output, timeout=timeout_s)
+                done = subprocess.run(**self._process, stdin=given, stdout=output, timeout=timeout_s)
             except subprocess.TimeoutExpired:
                 return None
             output.seek(0)
@@ -126,9 +128,9 @@ class LocalSandbox:
                 process.kill()
 
     def _job(self, code: str, script: bool, timeout_s: float) -> bytes:
-        threads = Path("/proc/loadavg").read_text(encoding="ascii").split("/")[1].split()[0]
-        # root's programs have a user of their own; others share the run's, whose threads count too
-        others = 0 if os.getuid() == 0 else int(threads)
+        others = 0  # root's programs have a user of their own; others share the run's, whose threads count too
+        if os.getuid():
+            others = int(Path("/proc/loadavg").read_text(encoding="ascii").split("/")[1].split()[0])
         limits = {
             "parent": os.getpid(),
             "readable": READABLE,

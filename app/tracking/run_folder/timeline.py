@@ -106,7 +106,10 @@ class Timeline:
 
 
 def trace_events(spans: list[Span], zero: float) -> list[dict[str, object]]:
-    """Return metadata and events of sorted spans; `zero` is their origin. Tracks are in order of their first span."""
+    """Return metadata and events of spans that are sorted by start, longer ones first; `zero` is in Unix seconds.
+
+    Tracks are in order of their first span.
+    """
     rows: dict[str, list[list[float]]] = {}  # track → its rows → the ends of the row's open spans, outermost first
     row_of_span = [_assign_row(rows.setdefault(span.track, []), span) for span in spans]
 
