@@ -34,7 +34,7 @@ class DeviceConfig:
     dtype: Dtype = setting(Dtype.float32, "Compute precision of trainer and engines; master weights are float32.")
     memory_gib: float | None = setting(
         None,
-        "Memory of one device, for mode=plan; null reads it from the device or assumes the usual card.",
+        "Memory of one device, for the plan; null reads it from the device or assumes the usual card.",
         above=0,
         noun="a number of GiB",
     )

@@ -217,7 +217,10 @@ class Device:
         if self.memory_query is None or shutil.which(self.memory_query[0]) is None:
             return None
 
-        result = subprocess.run(self.memory_query, capture_output=True, timeout=QUERY_TIMEOUT_S, encoding="utf-8")
+        try:
+            result = subprocess.run(self.memory_query, capture_output=True, timeout=QUERY_TIMEOUT_S, encoding="utf-8")
+        except (OSError, subprocess.TimeoutExpired):  # a driver that is slow to load
+            return None
         lines = result.stdout.split()
         return float(lines[0]) / 1024 if result.returncode == 0 and lines else None
 

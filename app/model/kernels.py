@@ -26,7 +26,6 @@ from app.model.attention import SILU, VarlenKernel
 
 NORM, GATED_NORM = "RMSNorm", "RMSNormGated"
 MLP = "MLP"
-GATED = ("gate_proj", "up_proj", "down_proj", "act_fn")  # modules of an MLP that multiplies with act_fn(gate)
 # Families whose modules fused operators replace: what they compute is the same in transformers 5.12 to 5.23.
 FUSED_FAMILIES = tuple(
     f"transformers.models.{family}.modeling_{family}" for family in ("llama", "qwen2", "qwen3", "qwen3_5")
@@ -76,15 +75,18 @@ def kernels_of(device: Device, compiled: Compile) -> Kernels:
 def compile_elementwise(decoder: nn.Module) -> None:
     """Compile the norms of a decoder and the gates of its MLPs. Modules of one class share their graphs.
 
-    A matrix product inside of a graph would be recomputed where `trainer.activation_checkpointing` keeps those.
+    A matrix product inside of a graph is recomputed even where `trainer.activation_checkpointing` keeps those, so other
+    families, whose whole MLPs are compiled, recompute theirs.
     """
     for module in decoder.modules():
         name = type(module).__name__
         fused = type(module).__module__.startswith("fla.")  # a kernel already, in some versions of transformers
         if name.endswith((NORM, GATED_NORM)) and not fused:
             module.forward = _compiled(module.forward)
-        elif name.endswith(MLP) and all(hasattr(module, each) for each in GATED):
+        elif name.endswith(MLP) and type(module).__module__ in FUSED_FAMILIES:
             _compile_gate(module)
+        elif name.endswith(MLP) and not fused:
+            module.forward = _compiled(module.forward)
 
 
 def _compile_gate(mlp: Any) -> None:

@@ -65,6 +65,9 @@ def load(folder: Path, *, trains: bool = True) -> DictConfig:
     """
     settings: Any = OmegaConf.to_container(OmegaConf.load(folder / SAVED), resolve=False)
     gone: list[str] = []
+    trainer = settings.get("trainer") or {}
+    if trainer.get("activation_checkpointing") == "some":  # of an earlier version; gradients are the same
+        trainer["activation_checkpointing"] = "auto"
     while True:
         try:
             saved = OmegaConf.merge(OmegaConf.structured(RunConfig), settings)

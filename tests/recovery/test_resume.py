@@ -9,6 +9,7 @@ from omegaconf import OmegaConf, open_dict
 from app.checkpoint.run_state import RunState, write_state
 from app.config.compose import setting_names
 from app.config.model import LoraConfig
+from app.config.trainer import Checkpointing
 from app.errors import ConfigError, DamagedCheckpoint
 from app.model.hf_directory import identity
 from app.recovery import saved_config
@@ -438,8 +439,10 @@ def test_settings_of_an_earlier_version_are_left_out_and_named_where_they_had_a_
     sets = {"v1": {"path": "/v1.jsonl"}, "v1.5": {"path": "/x.jsonl", "gone": 3, "answer_after": None}}
     quiet = {"data__arithmetic__max_operand": 50, "teacher__retries": 5, "eval__min_p": 0.0, "trainer__beta1": 0.9}
     named = {"data__chain": {"problems": 7}, "eval__stop": ["END"], "reward__args__sandbox": "process"}
-    run = saved_with(tmp_path / "run", "reward=code", **quiet, **named, data__eval_sets=sets, algorithm__tis_max=2.0)
+    changed = {"algorithm__tis_max": 2.0, "trainer__activation_checkpointing": "some"}
+    run = saved_with(tmp_path / "run", "reward=code", **quiet, **named, **changed, data__eval_sets=sets)
     config = settled(f"resume={run}").config
+    assert config.trainer.activation_checkpointing is Checkpointing.auto
     assert (config.data.eval_sets["v1.5"].path, config.reward.args) == ("/x.jsonl", {})
     shown = capsys.readouterr().err
     assert all(f"{each.replace('__', '.')}=" in shown for each in (*named, "data.eval_sets.v1.5.gone"))

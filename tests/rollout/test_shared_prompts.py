@@ -66,8 +66,12 @@ class Request:
 
 
 def adder(*running: Request, **changed: Any) -> SimpleNamespace:
-    plain = {"tree_cache": SimpleNamespace(disable=False), "rem_mamba_slots": None, "can_run_list": list(running)}
+    plain = {"tree_cache": cache(), "preempt_list": [], "can_run_list": list(running)}
     return SimpleNamespace(**{**plain, **changed})
+
+
+def cache(*, disable: bool = False, recurrent: bool = False) -> SimpleNamespace:
+    return SimpleNamespace(disable=disable, supports_mamba=lambda: recurrent)
 
 
 def test_a_request_waits_for_its_own_prompt_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,8 +84,9 @@ def test_a_request_waits_for_its_own_prompt_alone(monkeypatch: pytest.MonkeyPatc
     assert not waits(adder(Request()), Request([*PROMPT[:-1], 7]))
     assert not waits(adder(Request()), Request(cached=39))
     assert not waits(adder(Request(sampled=3)), Request())  # its prompt is in the cache, or was retracted
-    assert not waits(adder(Request(), tree_cache=SimpleNamespace(disable=True)), Request())
-    assert not waits(adder(Request(), rem_mamba_slots=3), Request())
+    assert not waits(adder(Request(), tree_cache=cache(disable=True)), Request())
+    assert not waits(adder(Request(), tree_cache=cache(recurrent=True)), Request())
+    assert not waits(adder(Request(), preempt_list=[Request()]), Request())
 
 
 def test_a_request_waits_until_the_prompt_is_computed_or_given_up() -> None:

@@ -49,10 +49,12 @@ def test_the_plan_is_the_memory_of_the_train_step_of_qwen3_4b(tmp_path: Path) ->
 
 @pytest.mark.slow
 @pytest.mark.timeout(1900)
+@pytest.mark.parametrize("checkpointing", ["all", "matmuls"])
 @pytest.mark.parametrize("model", ["qwen3_4b", "qwen35_9b"])
-def test_the_plan_is_the_memory_of_the_train_step_with_adapters(model: str, tmp_path: Path) -> None:
+def test_the_plan_is_the_memory_of_the_train_step_with_adapters(model: str, checkpointing: str, tmp_path: Path) -> None:
     """The base in bfloat16 without gradients, on one card as in the presets."""
-    (result,) = compared([{"model": model, "ranks": 1, "rank": 32}], tmp_path, seconds=1800)
+    case = {"model": model, "ranks": 1, "rank": 32, "checkpointing": checkpointing}
+    (result,) = compared([case], tmp_path, seconds=1800)
     assert_planned(result)
 
 

@@ -6,6 +6,7 @@ mamba_full_memory_ratio); the KV cache gets what is left, bounded by `max-total-
 """
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from app.config import RunConfig
@@ -179,11 +180,12 @@ def with_recomputation(config: RunConfig, device: Device, model: Architecture | 
     if config.trainer.activation_checkpointing is not Checkpointing.auto:
         return config
     for what in (Checkpointing.none, Checkpointing.matmuls, Checkpointing.attention):
-        if model is not None:
-            plan = plan_memory(recomputing(what), device, model, engine_flags(config, device))
-            training = [phase.bytes for phase in plan.phases if phase.name in plan.training]
-            if max(training) <= FILLED * plan.capacity.bytes:
-                return recomputing(what)
+        with suppress(ValueError):  # of a flag that is null: nobody knows what the engine takes
+            if model is not None:
+                plan = plan_memory(recomputing(what), device, model, engine_flags(config, device))
+                training = [phase.bytes for phase in plan.phases if phase.name in plan.training]
+                if max(training) <= FILLED * plan.capacity.bytes:
+                    return recomputing(what)
     return recomputing(Checkpointing.all)
 
 

@@ -145,8 +145,10 @@ def _kept_results(config: RunConfig, device: Device, model: Architecture) -> tup
     if checkpointing is not Checkpointing.all:
         of_full += model.heads * (item * model.head_dim + FLOAT32 * device.softmax_width)
     if checkpointing is Checkpointing.matmuls:
-        of_full += item * _outputs({**model.full_attention, **model.mlp})
-        of_linear += item * _outputs({**model.linear_attention, **model.mlp}) if model.linear is not None else 0
+        products = 2 if config.model.lora.enabled else 1  # the adapter's beside the layer's
+        of_full += item * products * _outputs({**model.full_attention, **model.mlp})
+        if model.linear is not None:
+            of_linear += item * products * _outputs({**model.linear_attention, **model.mlp})
     return of_full, of_linear
 
 

@@ -64,8 +64,8 @@ class Client:
         self._parser = ThreadPoolExecutor(1)
 
     async def close(self) -> None:
-        self._parser.shutdown(wait=False)
         await self._session.close()
+        self._parser.shutdown(wait=False)
 
     async def healthy(self, route: str = "/health", seconds: float = 5.0) -> bool:
         """Return whether `route` answers with HTTP 200. `/health_generate` also needs progress of the scheduler."""

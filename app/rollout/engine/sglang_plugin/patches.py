@@ -102,7 +102,9 @@ def waits(adder: Any, req: Any) -> bool:
         _adders.append(adder)
     return (
         not getattr(adder.tree_cache, "disable", True)
-        and adder.rem_mamba_slots is None  # those of recurrent layers are reserved before a request is added
+        # A recurrent state is reserved before a request is added, and stays with one that is not.
+        and not adder.tree_cache.supports_mamba()
+        and not adder.preempt_list  # a running request would have made room for one that waits
         and len(req.origin_input_ids) - getattr(req, "prefix_len", 0) >= MIN_TOKENS
         and any(
             each.origin_input_ids == req.origin_input_ids
