@@ -22,13 +22,13 @@ class Schedule(Enum):
 
 
 class Checkpointing(Enum):
-    """What the backward pass recomputes of each decoder layer: less first."""
+    """How much of each decoder layer the backward pass recomputes, from nothing to all of it."""
 
     none = "none"
     matmuls = "matmuls"  # all but the results of matrix products and of attention
     attention = "attention"  # all but the result of attention
     all = "all"
-    auto = "auto"
+    auto = "auto"  # the least of them that fits
 
 
 class Compile(Enum):
@@ -60,8 +60,8 @@ class TrainerConfig:
     )
     activation_checkpointing: Checkpointing = setting(
         Checkpointing.auto,
-        "What the backward pass recomputes of a layer: none, all, or all but attention or matmuls (both are kept); "
-        "auto is the least that leaves a tenth of the device.",
+        "How much of each layer the backward pass recomputes: none, all, all but attention (attention), or all but "
+        "attention and matrix products (matmuls); auto is the least that leaves a tenth of the device's memory free.",
     )
     compile: Compile = setting(
         Compile.auto, "torch.compile of norms, gates and the LM head's loss; auto compiles where a device gains by it."

@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -111,6 +112,16 @@ class Elementwise:
     rotate: "Callable[[Tensor, Tensor, Tensor], Tensor]"  # [1, T, H, D], cosines and sines [1, T, 1, D] → [1, T, H, D]
 
 
+@cache  # a plan asks for each variant that it compares
+def _queried_gib(command: tuple[str, ...]) -> float | None:
+    try:
+        result = subprocess.run(command, capture_output=True, timeout=QUERY_TIMEOUT_S, encoding="utf-8")
+    except (OSError, subprocess.TimeoutExpired):  # a driver that is slow to load
+        return None
+    lines = result.stdout.split()
+    return float(lines[0]) / 1024 if result.returncode == 0 and lines else None
+
+
 @dataclass(frozen=True, slots=True)
 class Device:
     """All differences between CPU, CUDA and NPU."""
@@ -208,21 +219,12 @@ class Device:
         return False
 
     def memory_gib(self) -> float | None:
-        """Query the memory of one device in GiB without torch; for the CPU, that of this machine.
-
-        Returns None if it cannot be queried.
-        """
+        """Query the memory of one device in GiB without torch, for the CPU this machine's; None if that fails."""
         if self.kind is DeviceKind.cpu:
             return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
         if self.memory_query is None or shutil.which(self.memory_query[0]) is None:
             return None
-
-        try:
-            result = subprocess.run(self.memory_query, capture_output=True, timeout=QUERY_TIMEOUT_S, encoding="utf-8")
-        except (OSError, subprocess.TimeoutExpired):  # a driver that is slow to load
-            return None
-        lines = result.stdout.split()
-        return float(lines[0]) / 1024 if result.returncode == 0 and lines else None
+        return _queried_gib(self.memory_query)
 
     def require(self) -> None:
         """Raise `ConfigError` if this machine has no such device."""

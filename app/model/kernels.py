@@ -1,9 +1,8 @@
 """Kernels of a policy on its device: its own attention, the size of the LM head's chunks, compiled parts.
 
 torch compiles the parts that it otherwise computes in many passes over memory: the norms, the gates of the MLPs, and
-the LM head's loss of a chunk's logits. Each of them takes tensors only, so that packed sequences of any
-lengths share one graph per shape of the model. FSDP2's hooks stay outside: they run around `forward`, which is what is
-compiled.
+the LM head's loss of a chunk's logits. Each of them takes tensors only, so that packed sequences of any lengths share
+one graph per shape of the model. FSDP2's hooks stay outside: they run around `forward`, which is what is compiled.
 
 A device that does not compile may have fused operators for the same parts and for rotary embeddings. What is compiled
 is not fused.
@@ -75,8 +74,7 @@ def kernels_of(device: Device, compiled: Compile) -> Kernels:
 def compile_elementwise(decoder: nn.Module) -> None:
     """Compile the norms of a decoder and the gates of its MLPs. Modules of one class share their graphs.
 
-    A matrix product inside of a graph is recomputed even where `trainer.activation_checkpointing` keeps those, so other
-    families, whose whole MLPs are compiled, recompute theirs.
+    Products inside of a graph are recomputed whatever is kept, as those of families whose whole MLPs are compiled.
     """
     for module in decoder.modules():
         name = type(module).__name__

@@ -169,9 +169,9 @@ class MemoryPlan:
 
 
 def with_recomputation(config: RunConfig, device: Device, model: Architecture | None) -> RunConfig:
-    """Decide `trainer.activation_checkpointing=auto`: the least recomputation whose plan leaves a tenth of a device.
+    """Resolve `trainer.activation_checkpointing=auto` to the least recomputation that leaves a tenth of a device free.
 
-    `all` where nothing does, or the model's shapes are not known.
+    If none does, or the model's shapes are unknown, it becomes `all`.
     """
 
     def recomputing(what: Checkpointing) -> RunConfig:
