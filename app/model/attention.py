@@ -12,7 +12,10 @@ A kernel is tried when a model is loaded: one that fails, or differs from torch,
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache
 from itertools import accumulate
@@ -22,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import conv1d, scaled_dot_product_attention, silu, softplus
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from app.device.base import LinearKernels
 from app.device.torchvision_shim import transformers
@@ -40,6 +44,45 @@ TOLERANCE = 0.02
 VARLEN_DTYPES = (torch.bfloat16, torch.float16)
 # query [T, H, D], key and value [T, K, D], sequence boundaries, scale → [T, H, D]
 VarlenKernel = Callable[[Tensor, Tensor, Tensor, Sequence[int], float], Tensor]
+
+
+class _Recomputation(threading.local):
+    """How the thread that computes a layer enters `kept_operators`; None: nothing is kept."""
+
+    enter: Callable[[], AbstractContextManager[Any]] | None = None
+
+
+_recomputation = _Recomputation()
+
+
+def recomputing(policy: Callable[..., Any]) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Return the contexts of a layer's forward pass and of its recomputation, a `context_fn` of torch's `checkpoint`.
+
+    Torch's own would see every operator of a layer in Python, which takes the host more than twice the time. So each
+    block of `kept_operators` has contexts of its own, and nothing is seen between the blocks.
+    """
+    replays: deque[AbstractContextManager[Any]] = deque()
+
+    def save() -> AbstractContextManager[Any]:
+        saving, replaying = create_selective_checkpoint_contexts(policy)
+        replays.append(replaying)
+        return saving
+
+    return _entering(save), _entering(replays.popleft)
+
+
+@contextmanager
+def _entering(enter: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    before, _recomputation.enter = _recomputation.enter, enter
+    try:
+        yield
+    finally:
+        _recomputation.enter = before
+
+
+def kept_operators() -> AbstractContextManager[Any]:
+    """Return the context of operators whose results a recomputed layer may keep, in the order of its forward pass."""
+    return nullcontext() if _recomputation.enter is None else _recomputation.enter()
 
 
 @cache
@@ -85,7 +128,8 @@ def packed(
         if attention_kernel is not None:
             q, k, v = (packing.write_out(_by_token(tensor)) for tensor in (query, key, value))
             scale = query.shape[3] ** -0.5 if scaling is None else scaling
-            out = attention_kernel(q, k, v, packing.boundaries, scale)
+            with kept_operators():
+                out = attention_kernel(q, k, v, packing.boundaries, scale)
             return packing.take_back(out).unsqueeze(0), None
         if (kernel := varlen_kernel()) is not None:
             return varlen(kernel, query, key, value, packing, scaling).unsqueeze(0), None
@@ -95,7 +139,9 @@ def packed(
     padded = (packing.pad(tensor.squeeze(0).transpose(0, 1)) for tensor in (query, key, value))
     for bucket in zip(*padded, strict=True):
         q, k, v = (tensor.transpose(1, 2) for tensor in bucket)  # [B, heads, L, D]
-        out = scaled_dot_product_attention(q, _repeat(k, heads), _repeat(v, heads), is_causal=True, scale=scaling)
+        k, v = _repeat(k, heads), _repeat(v, heads)
+        with kept_operators():
+            out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling)
         mixed.append(out.transpose(1, 2))
     return packing.unpad(mixed).unsqueeze(0), None
 
@@ -143,7 +189,9 @@ def varlen(
 
     q, k, v = (packing.write_out(_by_token(tensor)) for tensor in (query, key, value))
     boundaries = packing.cu_seqlens
-    return packing.take_back(kernel(q, k, v, boundaries, boundaries, packing.longest, packing.longest, **options))
+    with kept_operators():
+        out = kernel(q, k, v, boundaries, boundaries, packing.longest, packing.longest, **options)
+    return packing.take_back(out)
 
 
 def mix_packed(mixer: nn.Module, kernels: LinearKernels | None) -> None:

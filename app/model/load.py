@@ -15,7 +15,7 @@ The order of the steps is TorchTitan's.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,13 +26,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy
 
 from app.config.model import LoraConfig
 from app.config.trainer import Checkpointing
 from app.device.torchvision_shim import transformers
 from app.errors import ConfigError, expect, one_line
-from app.model.attention import PACKED, register_packed, working_kernels
+from app.model.attention import PACKED, kept_operators, recomputing, register_packed, working_kernels
 from app.model.hf_checkpoint import Checkpoint, match, open_checkpoint
 from app.model.kernels import CPU_KERNELS, Kernels
 from app.model.lora.layer import add_adapters, initialize, is_adapter, start_from
@@ -96,7 +96,9 @@ def load(
         # Without dropout no layer of transformers draws random numbers; code from elsewhere may.
         options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": trust_remote_code}
         if kept := KEPT[activation_checkpointing]:
-            options["context_fn"] = partial(create_selective_checkpoint_contexts, partial(_keep, kept))
+            options["context_fn"] = partial(recomputing, partial(_keep, kept))
+        if activation_checkpointing is Checkpointing.matmuls:
+            _keep_products(causal_lm.get_decoder().layers)
         causal_lm.gradient_checkpointing_enable(options)
     owners = _owners(causal_lm)
     if kernels.linear is not None and torch.device(device).type != "cpu":
@@ -124,6 +126,23 @@ def load(
 def _keep(kept: Sequence[str], _context: object, operator: object, *_: object, **__: object) -> CheckpointPolicy:
     saves = any(name in str(operator) for name in kept)
     return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _keep_products(layers: nn.Module) -> None:
+    """Let the linear modules of layers compute where results are kept."""
+
+    def keeping(forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        def kept(hidden: Tensor) -> Tensor:
+            if torch.compiler.is_compiling():  # as part of an MLP
+                return forward(hidden)
+            with kept_operators():
+                return forward(hidden)
+
+        return kept
+
+    for module in layers.modules():
+        if isinstance(module, nn.Linear):
+            module.forward = keeping(module.forward)
 
 
 def reload(policy: PolicyModel, path: Path) -> None:

@@ -427,7 +427,7 @@ def hardware(kind: str) -> str:
     return str(torch.get_device_module(device.torch_type).get_device_name(0))
 
 
-def model_settings(options: argparse.Namespace, folder: Path) -> list[str]:
+def model_settings(options: argparse.Namespace, folder: Path, devices: int) -> list[str]:
     """Return the settings of the model, of short completions so that the hour suffices, and the user's."""
     if options.tiny:
         return list(options.settings)
@@ -436,7 +436,8 @@ def model_settings(options: argparse.Namespace, folder: Path) -> list[str]:
         from tests.bench.random_model import QWEN3_4B, save_random_qwen3  # imports torch
 
         path = save_random_qwen3(folder / "model", QWEN3_4B)
-    settings = ["model=qwen3_4b", "rollout.max_completion_tokens=1024", "rollout.max_prompt_tokens=512"]
+    model = "experiment=cuda1_colocate_4b" if options.kind == "cuda" and devices == 1 else "model=qwen3_4b"
+    settings = [model, "rollout.max_completion_tokens=1024", "rollout.max_prompt_tokens=512"]
     if path is not None:
         settings += [f"model.path={path}"]
     if options.random_weights:
@@ -465,7 +466,7 @@ def main() -> None:
     devices = 2 if options.kind == "cpu" else device.count()
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
-        found = checks(options.kind, devices, model_settings(options, folder), options.steps, options.model)
+        found = checks(options.kind, devices, model_settings(options, folder, devices), options.steps, options.model)
         if options.tiny or options.random_weights:  # their completions have other lengths than those of the workload
             found = [check for check in found if check.published is None]
         outcomes = []

@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,17 @@ def test_every_command_composes() -> None:
     for kind, devices, model in (("cpu", 2, []), ("cuda", 8, ["model=qwen3_4b"]), ("npu", 8, ["model=qwen3_4b"])):
         for check in first_hour.checks(kind, devices, model, steps=10):
             composed(*(each for each in check.overrides if not each.startswith("mode=")))
+
+
+def test_one_card_gets_settings_that_fit_it(tmp_path: Path, qwen3_4b: str) -> None:
+    options = Namespace(kind="cuda", tiny=False, model=qwen3_4b, random_weights=False, settings=[])
+    model = first_hour.model_settings(options, tmp_path, devices=1)
+    (colocate,) = (each for each in first_hour.checks("cuda", 1, model, steps=10) if each.name == "colocate")
+    config = composed(*colocate.overrides)
+    assert config.rollout.tensor_parallel == 1
+    device, shapes = device_of(DeviceKind.cuda), architecture_of(config.model)
+    assert shapes is not None
+    assert plan_memory(config, device, shapes, engine_flags(config, device)).peak_phase.bytes < 80 * 1024 * MIB
 
 
 def test_one_card_leaves_out_what_needs_two(tmp_path: Path) -> None:
