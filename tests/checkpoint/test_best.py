@@ -33,30 +33,6 @@ def test_a_resumed_run_knows_the_best_so_far(tmp_path: Path) -> None:
     assert best(tmp_path) == folder / "step_20"
 
 
-def test_a_run_that_goes_back_before_its_best_takes_the_best_of_what_stays(tmp_path: Path) -> None:
-    folder = save(tmp_path, [(10, 0.5), (20, 0.4), (30, 0.9)], keep=3).folder
-    resumed = CheckpointManager(tmp_path, keep=3, keep_best=True)
-    resumed.rewind(folder / "step_20")
-    assert best(tmp_path) == folder / "step_10"
-    assert names(tmp_path) == {"latest", "best", "step_10", "step_20", "aside"}
-
-
-def test_without_keep_best_nothing_is_named_best_any_more(tmp_path: Path) -> None:
-    folder = save(tmp_path).folder
-    resumed = CheckpointManager(tmp_path, keep=1)
-    resumed.rewind(folder / "step_50")
-    assert (best(tmp_path), resumed.is_best(1.0)) == (None, False)
-    save_states(resumed, [RunState(60, 60, accuracy=0.9)])
-    assert names(tmp_path) == {"latest", "step_60"}
-
-
-def test_a_run_that_starts_over_has_no_best(tmp_path: Path) -> None:
-    checkpoints = save(tmp_path)
-    (checkpoints.folder / "latest").unlink()
-    checkpoints.start_over()
-    assert (best(tmp_path), names(tmp_path), checkpoints.is_best(0.1)) == (None, {"aside"}, True)
-
-
 WRITES = {"os.rename", "os.remove", "os.rmdir", "os.mkdir", "open"}
 
 

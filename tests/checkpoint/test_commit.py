@@ -17,9 +17,8 @@ from app.checkpoint.run_state import RunState, read_intact
 from app.errors import CheckpointError, RunError
 from app.placement.colocate import Colocate
 from app.utils import files
-from tests.checkpoint.plain_files import DATA, PlainFiles, names, save
+from tests.checkpoint.plain_files import PlainFiles, names, save
 from tests.folders import ROOT
-from tests.refusals import refused
 from tests.simulation import World, config
 
 DEADLINE_S = 60.0
@@ -63,23 +62,6 @@ async def test_a_commit_that_is_cancelled_is_finished_and_loses_no_checkpoint(
     point = newest_intact(tmp_path)
     assert point is not None
     assert (point.path.name, point.damaged) == ("step_2", ())
-
-
-def test_a_loop_that_closes_during_a_commit_leaves_a_complete_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    flush = Gate(files.sync)
-    monkeypatch.setattr(files, "sync", flush)
-
-    async def scenario() -> None:
-        await CheckpointManager(tmp_path, keep=1).save(PlainFiles(), RunState(1, 1))
-        assert await asyncio.to_thread(flush.reached.wait, DEADLINE_S)
-        asyncio.get_running_loop().call_later(0.05, flush.go.set)
-
-    asyncio.run(scenario())
-    checkpoint = latest(tmp_path)
-    assert checkpoint is not None
-    assert read_intact(checkpoint).step == 1
 
 
 BLOCKED = """
@@ -135,17 +117,6 @@ async def test_every_access_to_storage_has_a_deadline_that_names_it(
     answers.set()
 
 
-async def test_a_write_that_does_not_finish_in_time_is_reported_and_removed(tmp_path: Path) -> None:
-    checkpoints = CheckpointManager(tmp_path, keep=1)
-    assert await checkpoints.settle(0) is None  # nothing is being written
-    await checkpoints.save(PlainFiles(delay=1000), RunState(2, 2))
-    assert await checkpoints.settle(0.05) == (
-        f"checkpoint {tmp_path / 'checkpoints' / 'step_2'} was not written within 0.05 s"
-    )
-    assert names(tmp_path) == set()
-    assert checkpoints.committed_step is None
-
-
 def test_rewind_sets_later_checkpoints_aside_and_deletes_none(tmp_path: Path) -> None:
     checkpoints = save(tmp_path, [20, 40, 60])
     folder = checkpoints.folder
@@ -162,26 +133,3 @@ def test_rewind_sets_later_checkpoints_aside_and_deletes_none(tmp_path: Path) ->
     save(tmp_path, [30], keep=1)
     assert names(tmp_path) == {"latest", "step_30", "aside"}  # `keep` counts and deletes none that was set aside
     assert len(list((folder / "aside").iterdir())) == 3
-
-
-def test_a_checkpoint_in_the_way_of_a_new_one_is_set_aside(tmp_path: Path) -> None:
-    folder = save(tmp_path, [1, 2]).folder
-    (folder / "latest").unlink()
-    (folder / "step_1" / DATA).write_text("of an earlier attempt")
-    save(tmp_path, [1])
-    assert read_intact(folder / "step_1").step == 1
-    assert (folder / "aside" / "step_1" / DATA).read_text() == "of an earlier attempt"
-
-
-def test_checkpoints_that_will_be_set_aside_make_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoints = save(tmp_path, [1, 2, 3], keep=3)
-    size = sum(file.stat().st_size for file in (checkpoints.folder / "step_1").iterdir())
-    usage = __import__("shutil").disk_usage(tmp_path)
-    monkeypatch.setattr("app.checkpoint.manager.shutil.disk_usage", lambda _: usage._replace(free=int(1.5 * size)))
-
-    needed = int(size * 0.9)  # of each of the 4 that `keep=3` needs
-    point = newest_intact(tmp_path)
-    checkpoints.prepare(needed, point)  # free, and 3 that will be replaced
-    early = asyncio.run(checkpoints.resume_point(checkpoints.folder / "step_1"))
-    with refused("checkpoint.keep", 3, "4 checkpoints of ", str(checkpoints.folder / "aside")):
-        checkpoints.prepare(needed, early)  # free, and one

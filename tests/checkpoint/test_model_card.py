@@ -56,30 +56,3 @@ def test_a_card_says_how_the_model_was_trained(tmp_path: Path) -> None:
     assert (found["steps"], found["`algorithm.name`"], found["`reward.components.math`"]) == ("20", "dapo", "1.0")
     assert found["first evaluation"] == "25.0% after step 0 (n = 200)"
     assert found["last evaluation"] == "50.0% after step 20 (n = 150)"
-
-
-def test_the_card_of_an_adapter_is_loaded_onto_its_base(tmp_path: Path) -> None:
-    card = card_of(tmp_path, "device=cuda", "model=qwen3_4b_lora", step=0, adapter=True)
-    assert (card.data.get("library_name"), card.data.get("base_model")) == ("peft", "Qwen/Qwen3-4B")
-    assert "lora" in card.data["tags"]
-    assert facts(card)["`model.lora.rank`"] == "32"
-    assert "last evaluation" not in facts(card)
-    compile("\n".join(block(card)), "card", "exec")
-    assert 'from_pretrained("Qwen/Qwen3-4B"' in block(card)[-1]
-
-
-def test_a_card_names_no_local_path_and_needs_no_readable_card_of_the_base(tmp_path: Path) -> None:
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"question": "1+1=", "answer": "2"}\n')
-    base = tmp_path / "base"
-    base.mkdir()
-    (base / "config.json").write_text("{}")
-    overrides = ("model=hf", f"model.path={base}", f"data.path={rows}")
-    card = card_of(tmp_path, *overrides, base_card="---\nlicense: [mit\n---\n")
-    assert str(tmp_path) not in str(card)
-    assert facts(card)["base model"] == "base"
-    assert card.data.get("base_model") is None
-    assert card.data.get("datasets") is None
-    assert card.data.get("license") is None
-    tiny = card_of(tmp_path / "tiny", "model=tiny_qwen35")  # a name of the application, on no hub
-    assert (facts(tiny)["base model"], tiny.data.get("base_model")) == ("tiny_qwen35", None)

@@ -1,15 +1,12 @@
 """Flags of SGLang's server: those that it has, and those with which training would be wrong."""
 
 import argparse
-from pathlib import Path
 
 import pytest
 
 from app.config.device import DeviceKind
-from app.config.engine_flags import REFUSED, check_engine_flags, known_flags
-from app.rollout.engine.server import Server
+from app.config.engine_flags import check_engine_flags, known_flags
 from tests.refusals import refused
-from tests.rollout.support import server_spec
 
 KEY = "rollout.engine_args"
 
@@ -54,20 +51,3 @@ def test_a_flag_that_a_setting_decides_is_refused(flag: str, scores: bool) -> No
     """A server on another port would be waited for until its deadline."""
     with refused(f"{KEY}.{flag}", 5, "null: "):
         check_engine_flags(KEY, {flag: 5}, DeviceKind.cuda, scores=scores)
-
-
-def test_flags_that_are_off_or_right_are_accepted() -> None:
-    flags = dict.fromkeys(REFUSED) | {"chunked-prefill-size": "8192", "sleep-on-idle": False}
-    check_engine_flags(KEY, flags, DeviceKind.cpu)
-    check_engine_flags(KEY, {"speculative-algorithm": "EAGLE3"}, DeviceKind.cuda)
-
-
-@pytest.mark.parametrize("program", ["launcher.py", "sglang serve"])
-def test_of_a_usage_only_the_line_with_the_error_is_shown(program: str, tmp_path: Path) -> None:
-    spec = server_spec(tmp_path, tmp_path, name="engine 0")
-    spec.log.parent.mkdir(parents=True, exist_ok=True)
-    usage = f"usage: {program} [-h]\n" + "    [--some-flag SOME_FLAG]\n" * 20
-    spec.log.write_text(f"{usage}{program}: error: unrecognized arguments: --not-a-flag 1\n")
-    assert Server(spec).tail().split("\n") == [f"  | {program}: error: unrecognized arguments: --not-a-flag 1"]
-    spec.log.write_text("a\nValueError: no error: b\nc\n")
-    assert len(Server(spec).tail().split("\n")) == 3

@@ -3,22 +3,17 @@
 import asyncio
 import os
 import signal
-import socket
-import subprocess
-import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
-import pytest
 
 from app.cpu_engine.forked_server import fork, fork_server
 from app.device.cpu import DEVICE
 from app.rollout.engine.server import Server
 from tests.rollout.support import process_group, server_spec
-from tests.runs import shared_fork_server
 from tests.waiting import until
 
 
@@ -77,54 +72,3 @@ def test_a_server_ends_with_its_host_and_with_the_fork_server(tiny_model: Path, 
         asyncio.run(asyncio.wait_for(orphaned.died(), 30))
     )  # and the rest of its group
     assert until(lambda: process_group(orphaned.pid) == [], 60) < 60
-
-
-async def test_a_host_that_goes_away_in_the_middle_of_its_request_disturbs_no_other(
-    tiny_model: Path, tmp_path: Path
-) -> None:
-    for part in (b"", b"\n"):
-        with socket.socket(socket.AF_UNIX) as rude:
-            rude.connect(str(shared_fork_server().args[0]))
-            rude.sendall(part)
-
-    server = Server(server_spec(tiny_model, tmp_path, name="engine 0"))
-    await server.start()
-    parent = psutil.Process(server.pid).parent()
-    await server.stop()
-    assert parent is not None
-    assert any("fork_server" in word for word in parent.cmdline())
-
-
-@pytest.mark.parametrize(
-    "flags", [["--net"], ["--mount"], ["--pid", "--fork", "--mount-proc"]], ids=lambda flags: flags[0]
-)
-def test_a_host_in_another_container_that_shares_the_folder_forks_nothing(
-    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its server would listen in the fork server's network, where the host does not reach it."""
-    as_root = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
-    inside = ["unshare", *as_root, *flags]
-    if subprocess.run([*inside, "true"], check=False, capture_output=True).returncode != 0:
-        pytest.skip("no namespaces for this user")
-
-    code = (
-        "import pathlib, sys\n"
-        "from app.cpu_engine.forked_server import fork\n"
-        "try:\n"
-        "    fork(pathlib.Path(sys.argv[1]), [], {}, 1)\n"
-        "except OSError as error:\n"
-        "    print('refused:', error)\n"
-    )
-    path = tmp_path / "socket"
-    monkeypatch.chdir(tmp_path)
-    with socket.socket(socket.AF_UNIX) as silent:
-        silent.bind(path.name)  # its path may be too long for a socket
-        silent.listen()
-        asked = subprocess.run(
-            [*inside, sys.executable, "-c", code, path.name], check=True, capture_output=True, text=True, timeout=60
-        )
-    refusal = {"--net": "another net namespace", "--mount": "another mnt namespace", "--pid": "/proc/0/ns/mnt"}[
-        flags[0]
-    ]
-    assert "refused:" in asked.stdout
-    assert as_root or refusal in asked.stdout

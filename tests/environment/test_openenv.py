@@ -2,10 +2,8 @@
 
 import asyncio
 import json
-import socket
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,6 @@ from aiohttp import WSMsgType, web
 
 from app.environment import openenv
 from app.environment.protocol import EnvironmentFailed, OutOfTurns, Reply, Task, ToolCall
-from app.utils.user_code import LoadError
 from tests.environment.interpreters import BUILD_S
 from tests.environment.openenv_server import EchoServer, echo_server
 from tests.environment.qwen import chat_choice
@@ -148,18 +145,6 @@ def test_an_episode_sums_its_rewards_and_ends_when_the_server_is_done() -> None:
     assert policy.asked[1]["tools"] is None
 
 
-@pytest.mark.parametrize("last", ["user", "tool"])
-def test_a_conversation_of_the_data_stands_before_the_first_observation(last: str) -> None:
-    earlier = [{"role": "system", "content": "You play."}, {"role": "user", "content": "Ready?"}]
-    messages = [*earlier, {"role": last, "content": TASK.question}]
-    policy = ScriptedPolicy([Reply(act(7))])
-    play(policy, Guessing(), "chat", task=replace(TASK, messages=messages))
-    opening = {"role": "user", "content": "Find the number.\n\nhigher than 0"}
-    if last == "tool":  # which stays the tool's
-        opening = {"role": "user", "content": "higher than 0"}
-    assert policy.asked[0]["messages"] == [*(earlier if last == "user" else messages), opening]
-
-
 def test_a_policy_with_tools_acts_by_a_call_and_hears_its_result() -> None:
     call = Reply("", tool_calls=(ToolCall("step", {"guess": "5"}, "ok", "c1"),))
     policy = ScriptedPolicy([call, Reply("", tool_calls=(ToolCall("step", {"guess": 7}, "ok", "c2"),))])
@@ -234,42 +219,6 @@ def test_a_full_server_is_asked_again_until_it_has_a_session() -> None:
     guessing = Guessing(full=2)
     assert play(ScriptedPolicy([Reply(act(7))]), guessing)["reward"] == 1.0
     assert guessing.connections == 3
-
-
-def test_a_server_that_stays_full_is_a_failure_that_names_the_deadline() -> None:
-    guessing = Guessing(full=1_000_000)
-    with pytest.raises(EnvironmentFailed, match=r"no free session for 0\.4 s: it holds 1; let no more env"):
-        play(ScriptedPolicy([]), guessing, timeout_s=0.5)
-    assert guessing.connections >= 2
-
-
-async def test_a_server_that_is_gone_before_the_episode_is_a_failure() -> None:
-    async with serving(Guessing()) as url:
-        make = await asyncio.to_thread(openenv.make, settings(url))
-    with pytest.raises(EnvironmentFailed, match=r"there is no server at http://127\.0\.0\.1"):
-        await make().run(TASK, ScriptedPolicy([]))
-
-
-async def test_what_is_no_server_is_refused_in_one_sentence() -> None:
-    for url in (None, "", "127.0.0.1:8000", "ftp://x", "ws://"):
-        with pytest.raises(LoadError, match=r"is not the URL of a server: give ws://host:port$"):
-            openenv.make(settings(url))
-
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    with pytest.raises(LoadError, match=rf"^environment.url=ws://127.0.0.1:{port}/ws does not answer \(.*refused\)"):
-        openenv.make(settings(f"ws://127.0.0.1:{port}/ws"))
-
-    async def schema(_: web.Request) -> web.Response:
-        return web.json_response(answers.pop())
-
-    answers: list[Any] = [[], {"action": 3}, {"observation": {}}]
-    async with served([web.get("/schema", schema)]) as address:
-        while answers:
-            with pytest.raises(LoadError, match="is not an OpenEnv server: GET /schema has no action"):
-                await asyncio.to_thread(openenv.make, settings(f"http://{address}"))
-        with pytest.raises(LoadError, match="is not an OpenEnv server: GET /schema is 404"):
-            await asyncio.to_thread(openenv.make, settings(f"http://{address}/deeper"))
 
 
 @pytest.mark.slow

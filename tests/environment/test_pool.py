@@ -1,7 +1,6 @@
 import asyncio
 from pathlib import Path
 
-import psutil
 import pytest
 
 from app.environment.wire import Answer, End, SampleRequest
@@ -87,14 +86,6 @@ async def test_an_episode_is_closed_once_however_it_ends_well(own: Maker, tmp_pa
     assert notes(tmp_path) == ["began set/0@0", "closed set/0@0"]
 
 
-async def test_a_truncated_last_reply_ends_the_episode_as_length(own: Maker) -> None:
-    spec = own("class Env:\n    def begin(self, task): ...\n    def step(self, reply): assert reply.truncated")
-
-    async with running_pool(spec) as pool:
-        end = (await play(await pool.begin(a_task(), tokens("q")), lambda ask: ("ab", "length"))).scored
-    assert (end.ending, end.scores) == ("length", {})
-
-
 async def test_an_aborted_episode_whose_step_hangs_is_closed_and_its_worker_replaced(
     own: Maker, tmp_path: Path
 ) -> None:
@@ -108,34 +99,6 @@ async def test_an_aborted_episode_whose_step_hangs_is_closed_and_its_worker_repl
     assert isinstance(end, End)
     assert restarts == 1
     assert notes(tmp_path)[:2] == ["began set/0@0", "closed set/0@0"]
-
-
-async def test_a_worker_that_does_not_close_an_aborted_episode_is_killed(
-    own: Maker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("app.worker.remote.ABORT_TIMEOUT_S", 0.0)
-    spec = own(
-        """
-        import time
-        class Env:
-            async def run(self, task, policy):
-                await policy(None)
-                open(task.row["file"], "w")
-                time.sleep(1e6)
-        """,
-        timeout_s=0.5,
-    )
-    blocked = tmp_path / "blocked"
-
-    async with running_pool(spec) as pool:
-        session = await pool.begin(a_task(row={"file": str(blocked)}), tokens("q"))
-        ask = await asyncio.wait_for(session.next(), PATIENCE_S)
-        session.reply(ask, Answer(ask.number, tokens("x"), "stop"))
-        await asyncio.to_thread(until, blocked.exists, PATIENCE_S)
-        await asyncio.wait_for(session.close(), PATIENCE_S)
-        failed, counts = await session.next(), pool.counts
-    assert (failed.kind, failed.text) == ("late", "an aborted job did not end")
-    assert counts == {"late": 1, "restarts": 1}
 
 
 async def test_an_episode_that_waits_for_a_place_gets_one_after_a_cancelled_one_whose_step_hangs(
@@ -177,19 +140,6 @@ async def test_episodes_wait_for_a_place_and_are_spread_over_the_workers(own: Ma
             await play(await asyncio.wait_for(each, PATIENCE_S), script("y"))
         seen, pids = [text_of(ask.context) for ask in asks], [f"{pid}>" for pid in pool.pids]
     assert sorted(seen) == sorted(pids * 2)
-
-
-async def test_one_worker_plays_sixty_four_episodes_at_once(own: Maker) -> None:
-    spec = own("import time\nclass Env:\n    def begin(self, task): time.sleep(0.2)\n    def step(self, reply): ...")
-
-    async with running_pool(spec, episodes=64) as pool:
-        (pid,) = pool.pids
-        idle = psutil.Process(pid).num_threads()
-        await asyncio.gather(*(play_one(pool, "a") for _ in range(128)))
-        await asyncio.to_thread(until, lambda: psutil.Process(pid).num_threads() <= idle, PATIENCE_S)
-        counts, descriptors = pool.counts, psutil.Process(pid).num_fds()
-    assert counts == {"restarts": 0}
-    assert descriptors < 20
 
 
 async def test_closing_the_pool_ends_episodes_and_those_that_wait(own: Maker) -> None:
@@ -255,17 +205,3 @@ async def test_an_episode_counts_only_the_time_of_its_own_code(own: Maker) -> No
     assert (end.ending, len(end.turns)) == ("time", 2)
     assert end.metrics["seconds"] >= 0.4
     assert end.turns[1]["seconds"] >= 0.3  # of the engine
-
-
-async def test_an_environment_whose_constructor_ran_while_its_episode_was_aborted_is_closed(
-    own: Maker, tmp_path: Path
-) -> None:
-    async with running_pool(own(CLOSING, name="SlowToMake", args={"folder": str(tmp_path)})) as pool:
-        session = await pool.begin(a_task(), tokens("q"))
-        await asyncio.to_thread(until, lambda: bool(notes(tmp_path)), PATIENCE_S)
-        closing = asyncio.ensure_future(session.close())
-        await asyncio.sleep(0.05)
-        (tmp_path / "go").touch()
-        await asyncio.wait_for(closing, PATIENCE_S)
-        assert pool.counts == {"restarts": 0}
-    assert notes(tmp_path) == ["began making", "closed making"]

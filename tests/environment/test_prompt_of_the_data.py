@@ -114,15 +114,6 @@ async def test_a_helper_reads_its_own_messages_alone(model: Model) -> None:
     ]
 
 
-async def test_each_of_two_samples_of_the_prompt_is_continued(model: Model) -> None:
-    path, talker = model[1], talker_of(model)
-    for reply in [await talker.policy(None), await talker.policy(None)]:
-        await talker.policy([reply.message, user("Go on.")])
-    assert [text for _, text in talker.requests[2:]] == [
-        text_by_transformers(path, [*DATA, replied(number), user("Go on.")]) for number in (0, 1)
-    ]
-
-
 PLAIN_AGENT = """
 class Env:
     async def run(self, task, policy):

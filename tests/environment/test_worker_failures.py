@@ -2,9 +2,7 @@
 
 import asyncio
 import functools
-import os
 import re
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -118,38 +116,6 @@ def test_what_an_environment_raises_fails_its_episode_says_where_and_is_in_the_l
     assert "of set/0@0: step raised\nTraceback (most recent call last)" in log.read_text()
 
 
-@pytest.mark.parametrize("name", ["Env", "Slow"])
-def test_an_exit_in_an_environment_ends_its_episode_and_not_the_worker(misbehave: Misbehave, name: str) -> None:
-    acts = [("begin", "sys.exit(3)"), ("score", "(_ for _ in ()).throw(KeyboardInterrupt)")]
-    raised = ["begin raised SystemExit: 3", "score raised KeyboardInterrupt"]
-    if name == "Env":  # a coroutine cannot raise it
-        acts.append(("step", "next(iter(()))"))
-        raised.append("step raised StopIteration")
-    ends, counts, closed = misbehave(*acts, ("never", "1"), name=name)
-    assert [end.text.split(" at ")[0] for end in ends[:-1]] == raised
-    assert all(re.search(r" at .*environment_of_a_test_\w+\.py:\d+$|<string>:1$", end.text) for end in ends[:-1])
-    assert isinstance(ends[-1], End)
-    assert counts == {"raised": len(acts), "restarts": 0}
-    assert len(closed) == len(acts) + 1
-
-
-def test_a_wrong_value_fails_its_episode(misbehave: Misbehave) -> None:
-    ends, counts, closed = misbehave(("begin", "{1}"), ("step", "7"), ("score", "'0.5'"))
-    assert [end.text.partition(";")[0] for end in ends] == [
-        "begin returned a set ({1})",
-        "step returned an int (7)",
-        "the score is a str ('0.5')",
-    ]
-    assert counts == {"value": 3, "restarts": 0}
-    assert len(closed) == 3
-
-
-def test_a_constructor_that_raises_fails_the_episode_and_there_is_nothing_to_close(misbehave: Misbehave) -> None:
-    (end,), counts, closed = misbehave(("never", "1"), name="Unmade")
-    assert end.text.startswith("the constructor raised OSError: no disk at ")
-    assert (counts, closed) == ({"raised": 1, "restarts": 0}, [])
-
-
 def test_an_async_step_that_hangs_is_cancelled_and_the_worker_goes_on(misbehave: Misbehave) -> None:
     acts = [("step", "asyncio.sleep(1e6)"), ("close", "asyncio.sleep(1e6)"), ("never", "1")]
     ends, counts, closed = misbehave(*acts, name="Slow", timeout_s=0.3)
@@ -237,19 +203,6 @@ def test_an_environment_that_eats_memory_fails_and_the_worker_goes_on(misbehave:
     assert counts == {"memory": 1, "restarts": 0}
 
 
-def test_an_environment_that_writes_to_the_pipe_ends_its_worker(misbehave: Misbehave) -> None:
-    def write(text: bytes) -> str:
-        return f"write_to_sockets({text!r})"
-
-    junk = [b"junk\n", b'{"unknown": 1}\n', b'{"ready": 1, "more": 2}\n']
-    ends, counts, _ = misbehave(*[("step", write(each)) for each in junk], ("never", "1"))
-    for line, end in zip(junk, ends, strict=False):
-        assert end.kind == "died"
-        assert f"it wrote to the worker's pipe: not a message of ours: {line[:-1]!r}" in end.text
-    assert isinstance(ends[-1], End)
-    assert counts == {"died": 3, "restarts": 3}
-
-
 async def test_children_of_an_environment_are_gone_with_their_worker_and_cannot_write_to_its_pipe(
     env: Env, tmp_path: Path
 ) -> None:
@@ -268,46 +221,6 @@ async def test_children_of_an_environment_are_gone_with_their_worker_and_cannot_
     assert (kind, restarts) == ("died", 1)
     assert isinstance(forked, End)
     assert isinstance(started, End)
-
-
-async def test_a_worker_that_dies_with_a_child_at_its_pipe_is_noticed(env: Env) -> None:
-    # a child of a C library runs no hooks of Python, so it keeps the worker's pipe
-    die = "__import__('ctypes').CDLL(None).fork() and os._exit(5) or time.sleep(1e6)"
-
-    async with running_pool(env()) as pool:
-        end = (await play_one(pool, task=a_task(row={"do": die, "at": "begin"}))).failed
-    assert (end.kind, end.text) == ("died", "the worker process died (exit code 5)")
-
-
-async def test_a_signal_leaves_the_worker_to_the_driver_and_ends_what_an_environment_started(own: Maker) -> None:
-    spec = own(
-        """
-        import os, subprocess
-        class Env:
-            def begin(self, task):
-                self.child = subprocess.Popen(["sleep", "1000"])
-                self.child.send_signal(task.row["signal"])
-                self.child.wait()
-            def step(self, reply): ...
-        """
-    )
-
-    async with running_pool(spec) as pool:
-        (worker,) = pool.pids
-        for number in (signal.SIGINT, signal.SIGTERM):
-            os.kill(worker, number)
-            await play_one(pool, "a", task=a_task(row={"signal": int(number)}))
-        assert pool.pids == [worker]
-
-
-async def test_task_data_arrives_as_it_is(own: Maker) -> None:
-    spec = own("class Env:\n    def begin(self, task): return repr(task)\n    def step(self, reply): ...")
-
-    async with running_pool(spec) as pool:
-        played = await play_one(pool, "a", task=a_task(row={"text": "\ud800é\n", "n": 1.5, "none": None}))
-    assert played.texts[0][1].startswith(
-        "Task(id='set/0@0', question='6*7=', answer='42', source='set', row={'text': '\\ud800é"
-    )
 
 
 async def test_an_environment_that_drives_itself_fails_like_any_other(own: Maker) -> None:
@@ -336,20 +249,3 @@ async def test_an_environment_that_drives_itself_fails_like_any_other(own: Maker
         ("value", "the score is a set (set()); give a number, numbers by name, or None"),
     ]
     assert counts == {"raised": 2, "late": 1, "value": 1, "restarts": 0}
-
-
-async def test_an_environment_that_limits_itself_may_take_longer_than_a_step(own: Maker) -> None:
-    spec = own(
-        """
-        import asyncio
-        class Env:
-            limits_itself = True
-            async def run(self, task, policy):
-                await asyncio.sleep(0.6)
-                return 1
-        """,
-        timeout_s=0.2,
-    )
-
-    async with running_pool(spec) as pool:
-        assert (await play_one(pool)).scored.scores == {"score": 1.0}

@@ -103,19 +103,3 @@ def test_kubernetes_takes_the_nodes_that_a_run_needs() -> None:
     assert [cluster["workerGroupSpecs"][0][key] for key in ("replicas", "minReplicas", "maxReplicas")] == [1, 1, 1]
     assert "model.path=/storage/Qwen3.5-9B" in job["spec"]["entrypoint"].split()
     assert job["metadata"]["name"] == "mine"
-
-
-@pytest.mark.parametrize(
-    ("script", "setting"), [("slurm.sbatch", "experiment=npu8"), ("kubernetes.sh", "rollout.tensor_parallel=3")]
-)
-def test_a_setting_that_is_not_accepted_starts_nothing(script: str, setting: str) -> None:
-    done = bash(f"launch/{script}", "--dry-run", "device=npu", "placement.devices=4", setting)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert len(done.stderr.splitlines()) == 1
-    assert setting in done.stderr
-
-
-def test_too_few_nodes_are_refused_before_ray_starts() -> None:
-    done = bash("launch/slurm.sbatch", "--dry-run", "experiment=npu8_fully_async_9b", DEVICES="2", RAY_AUTH_TOKEN="x")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "8 npu" in done.stderr

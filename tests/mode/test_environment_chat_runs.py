@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,7 @@ import pytest
 
 from app.environment.rendering import Renderer
 from app.environment.tools import load_tools
-from tests.environment.interpreters import interpreter
 from tests.environment.qwen_policy import Lesson, conversation, write_policy
-from tests.environment.test_verifiers import PACKAGES, V1
-from tests.folders import ROOT
 from tests.mode.chat_environments import ROOMS
 from tests.runs import Run
 
@@ -140,34 +136,3 @@ def test_a_run_with_tools_is_exact_in_every_turn(placement: str, start: Start, p
     found = [turn["text"] for sample in called for turn in sample["turns"] if turn["role"] == "tool"]
     assert any(re.fullmatch(r"(lamp|door|wall|tree): room \d", text) for text in found), found
     assert run.summary()["status"] == "finished"
-
-
-def verifiers(package: str, python: Path) -> list[str]:
-    return ["environment=verifiers", f"environment.id={package}", f"environment.python={python}"]
-
-
-@pytest.fixture
-def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their modules are in the working directory."""
-    for path in PACKAGES.glob("*.py"):
-        shutil.copy(path, tmp_path)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-
-
-@pytest.mark.slow
-def test_a_run_on_the_tasks_of_a_verifiers_package_is_exact_and_resumes(
-    start: Start, policy: Path, packages: None
-) -> None:
-    args = 'environment.args={agent:{harness:{id:"null"}}}'
-    settings = [*talker(policy), *verifiers("vf-sums", interpreter(*V1)), args]
-    kept = ["checkpoint.every=1", "checkpoint.keep=1", "checkpoint.export=false"]
-    finished(start(*settings, *kept, "steps=1"))
-    run = start(*settings, *kept, "resume=auto")
-    steps = finished(run)
-    assert [line["step"] for line in steps] == [1, 2]
-    assert "resuming after step 1" in run.text
-    played = [sample for step in (1, 2) for sample in samples(run, step)]
-    assert {sample["source"] for sample in played} == {"environment"}
-    assert any(sample["reward"] == 1.0 for sample in played)
-    assert all(sample["turns"] for sample in played)

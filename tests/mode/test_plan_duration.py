@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from app.device import device_of
-from app.mode.plan import describe
 from app.mode.plan.duration import StepSeconds, step_seconds, training_seconds
 from app.mode.plan.memory import plan_memory
 from app.mode.plan.remedies import splits_of
@@ -111,19 +110,3 @@ def test_torchs_loop_of_linear_attention_takes_the_bytes_that_were_counted(name:
     moved = 24 * (2 * counts["forward"]["bytes"] + counts["backward"]["bytes"])  # each layer is recomputed
     microbatches = 256 / sequences / config.placement.trainer_ranks
     assert looped - kernels == pytest.approx(microbatches * moved / (0.7 * 1600e9), rel=0.05)
-
-
-def test_only_a_model_with_linear_attention_has_a_loop() -> None:
-    config = composed(*FOUR_AND_FOUR)
-    cuda = device_of(config.device.kind)
-    looped = training_seconds(config, replace(cuda, linear_attention=None), QWEN3_4B)
-    assert looped == training_seconds(config, cuda, QWEN3_4B)
-
-
-def test_a_cpu_has_no_estimate() -> None:
-    assert seconds(QWEN3_4B, "device=cpu", "model=qwen3_4b", "placement.devices=1", "rollout.tensor_parallel=1") is None
-
-
-def test_the_plan_shows_the_duration_of_the_run() -> None:
-    plan = describe(composed(*FOUR_AND_FOUR, "steps=1000"))
-    assert re.search(r"1000 steps: about \d+ (h \d\d min|d \d+ h)", plan)

@@ -12,7 +12,6 @@ from huggingface_hub import constants
 from app.config.model import ModelConfig
 from app.data import records
 from app.model.hf_directory import locate
-from app.utils.hub import hub_client
 from tests.refusals import refused
 
 
@@ -62,24 +61,3 @@ def test_a_hub_that_is_gone_is_asked_once_and_quietly(
     assert not constants.HF_HUB_OFFLINE
     for record in caplog.records:
         assert record.levelno < logging.WARNING or not record.name.startswith(("huggingface_hub", "datasets"))
-
-
-def test_a_hub_that_answers_is_used() -> None:
-    level = logging.getLogger("huggingface_hub").level
-    with socket.create_server(("127.0.0.1", 0)) as server, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
-        patch.setattr(constants, "HF_HUB_OFFLINE", False)
-        refuse = threading.Thread(target=_answer, args=[server, b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n"])
-        refuse.start()
-        with hub_client() as online:
-            assert online
-            assert not constants.HF_HUB_OFFLINE
-        refuse.join(10)
-    assert logging.getLogger("huggingface_hub").level == level
-
-
-def _answer(server: socket.socket, reply: bytes) -> None:
-    connection, _ = server.accept()
-    with connection:
-        connection.recv(4096)
-        connection.sendall(reply)

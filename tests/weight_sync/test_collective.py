@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 
@@ -15,7 +14,7 @@ from app.config.device import DeviceKind
 from app.config.weight_sync import Verify
 from app.device import device_of
 from app.errors import SyncError
-from app.weight_sync.transport.collective import BroadcastSender, wrap_errors
+from app.weight_sync.transport.collective import wrap_errors
 from app.weight_sync.transport.process_group import SyncProcessGroup
 from tests.weight_sync.doubles import Doubles, EngineDouble, NcclDouble
 from tests.weight_sync.support import make_synchronizer, make_trainer, started
@@ -45,14 +44,6 @@ def seconds(call: Any) -> float:
     began = time.monotonic()
     call()
     return time.monotonic() - began
-
-
-def test_the_store_listens_at_the_given_address_only() -> None:
-    group = process_group("gloo", timeout_s=1)
-    connections = psutil.Process().net_connections("tcp")
-    listening = [each.laddr for each in connections if each.status == psutil.CONN_LISTEN]
-    assert [each.ip for each in listening if each.port == group.port] == ["127.0.0.1"]
-    group.abort()
 
 
 def test_the_library_waits_longer_than_we_do() -> None:
@@ -106,18 +97,6 @@ def test_a_wait_ends_at_its_deadline_though_that_of_the_library_has_none() -> No
     with pytest.raises(SyncError, match=late), wrap_errors("the broadcast failed"):
         group.wait(0.2)
     group.abort()
-
-
-def test_a_late_abort_leaves_the_next_process_group_alone() -> None:
-    """It runs beside the other calls of a rank, in no order with them."""
-    sender = BroadcastSender.__new__(BroadcastSender)
-    sender._process_group = group = process_group("prompt_double")
-    sender.leave("an earlier one")
-    group.broadcast(torch.zeros(8))
-    group.wait(5.0)
-    sender.leave(group.name)
-    assert sender._process_group is None
-    assert NcclDouble.made[-1].calls == ["abort"]
 
 
 @pytest.fixture(scope="module")

@@ -110,14 +110,6 @@ def test_with_warn_the_run_goes_on_and_with_never_nothing_is_sampled() -> None:
     assert (engine.requests, trainer.calls, warnings) == ([], [], [])
 
 
-def test_a_lost_engine_and_tokens_of_another_version_are_left_out() -> None:
-    probe, _ = make()
-    trainer = Trainer()
-    engines = (Engine("engine 0", lost=True), Engine("engine 1", 1.0, version=0), Engine("engine 2"))
-    probed(probe, trainer, *engines, version=3)
-    assert trainer.calls == [COMPLETIONS]
-
-
 def test_the_first_syncs_are_probed_then_some_and_the_one_after_on_policy_tokens_differed() -> None:
     probe, _ = make()
     trainer, engine = Trainer(), Engine("engine 0")
@@ -142,24 +134,6 @@ def test_the_trainer_does_not_wait_for_a_busy_engine_and_the_next_version_is_pro
         asked += [version - INTERVAL - FIRST] * (len(busy.requests) - before)
     assert asked == [0, 1, 3, 7]  # less and less often
     assert trainer.calls == [COMPLETIONS] * (FIRST + len(asked))
-
-
-def test_after_on_policy_tokens_differed_the_trainer_waits_for_the_engine() -> None:
-    probe, _ = make()
-    engine, trainer = Engine("engine 0", 1.0, seconds=0.2), Trainer()
-    probed(probe, trainer, engine)
-    assert trainer.calls == []
-    probe.saw(0.5)
-    with pytest.raises(RunError):
-        probed(probe, trainer, engine)
-
-
-def test_no_two_probes_have_the_same_prompt() -> None:
-    probe, _ = make()
-    engine = Engine("engine 0")
-    for version in range(FIRST):
-        probed(probe, Trainer(), engine, version=version)
-    assert len({request.token_ids.tobytes() for request in engine.requests}) == FIRST
 
 
 ON_POLICY = {

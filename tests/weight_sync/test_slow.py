@@ -3,8 +3,6 @@
 import asyncio
 import contextlib
 import os
-import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,6 @@ from app.cluster.actors import cores_of_ranks
 from app.config.device import Dtype
 from app.config.model import TINY_MODELS
 from app.config.weight_sync import SyncMode, Verify
-from app.errors import SyncError
 from app.types import InFlight
 from tests.conftest import make_engine
 from tests.weight_sync.support import (
@@ -25,7 +22,6 @@ from tests.weight_sync.support import (
     checksum,
     make_synchronizer,
     make_trainer,
-    request,
     set_weights,
     started,
 )
@@ -35,7 +31,6 @@ DELTAS = 10
 PUSHES = 200
 WARM_UP = 20  # pushes after which nothing may grow
 GROWTH_MIB = 30
-TIMEOUT_S = 8.0
 
 
 @contextlib.contextmanager
@@ -113,95 +108,6 @@ async def deltas(transport: str, trainer: Any, engines: list[Any], folder: Path,
 def bind_ranks(host: Any) -> None:
     """Bind the ranks of an engine to cores, which SGLang requires on a CPU."""
     os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = cores_of_ranks(os.cpu_count() or 1, 2)
-
-
-LOSSES = [
-    (signal.SIGKILL, "before"),
-    (signal.SIGKILL, "in"),
-    (signal.SIGKILL, "after"),
-    (signal.SIGSTOP, "before"),
-    (signal.SIGSTOP, "in"),
-]
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-async def test_a_lost_engine_fails_its_push_in_time_and_its_replacement_gets_the_next(
-    transport: str, ray_session: None, tiny_model: Path, tmp_path: Path
-) -> None:
-    """Of two engines the second is killed or stopped repeatedly; the first survives."""
-
-    engines = [make_engine(tiny_model, tmp_path, name=f"engine {i}") for i in range(2 + len(LOSSES))]
-    trainer = make_trainer(tiny_model, tmp_path, ranks=2)
-    with killed(*(engine.actor for engine in engines), *trainer.ranks):
-        survivor, *others = engines
-        infos = await asyncio.gather(*(engine.start(600) for engine in engines[:2]))
-        pid = infos[1]["pid"]
-        await started(trainer)
-        synchronizer = await make_synchronizer(
-            transport, trainer, engines[:2], tmp_path, bucket_mib=0.01, verify=Verify.always, timeout_s=TIMEOUT_S
-        )
-        await synchronizer.sync(0)
-        for turn, (number, moment) in enumerate(LOSSES):
-            await set_weights(trainer, turn)
-            await lose(others[turn], pid, number, moment, synchronizer, 10 * turn)
-            pid = (await others[turn + 1].start(600))["pid"]
-            synchronizer.set_engines({0: survivor, 1: others[turn + 1]})
-            await synchronizer.sync(10 * turn + 5)
-            hashes = [await checksum(engine) for engine in synchronizer.engines.values()]
-            assert hashes[0] == hashes[1]
-            for engine in synchronizer.engines.values():
-                (completion, _) = await engine.generate(request())
-                assert [span.version for span in completion.spans] == [10 * turn + 5]
-
-
-async def lose(engine: Any, pid: int, number: signal.Signals, moment: str, synchronizer: Any, version: int) -> None:
-    """Kill or stop a server around a sync, whose error comes in time and names the engine."""
-    if moment == "before":
-        os.killpg(pid, number)
-    syncing = asyncio.create_task(synchronizer.sync(version + 1))
-    if moment == "in":
-        await asyncio.sleep(0.05)
-        os.killpg(pid, number)
-    if moment == "after":
-        await syncing
-        os.killpg(pid, number)
-        syncing = asyncio.create_task(synchronizer.sync(version + 2))
-    began = time.monotonic()
-    with pytest.raises(SyncError, match=engine.name):
-        await syncing
-    assert time.monotonic() - began < TIMEOUT_S + 5
-    await engine.stop()
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-async def test_a_killed_trainer_rank_fails_the_push_and_leaves_the_engine_answering(
-    transport: str, ray_session: None, tiny_model: Path, tmp_path: Path
-) -> None:
-    """Rank 1 of two dies during a sync; another trainer then syncs to the same engines."""
-
-    engines = [make_engine(tiny_model, tmp_path, name=f"engine {i}") for i in range(2)]
-    lost, other = (make_trainer(tiny_model, tmp_path / name, ranks=2) for name in ("lost", "other"))
-    with killed(*(engine.actor for engine in engines), *lost.ranks, *other.ranks):
-        await asyncio.gather(*(engine.start(600) for engine in engines))
-        await started(lost)
-        synchronizer = await make_synchronizer(
-            transport, lost, engines, tmp_path, bucket_mib=0.01, verify=Verify.never, timeout_s=TIMEOUT_S
-        )
-        await synchronizer.sync(1)
-        pid = await lost.ranks[1].pid.remote()
-        syncing = asyncio.create_task(synchronizer.sync(2))
-        await asyncio.sleep(0.03)
-        os.kill(pid, signal.SIGKILL)
-        began = time.monotonic()
-        with contextlib.suppress(SyncError):
-            await syncing  # it may have finished already
-        with pytest.raises(SyncError, match="trainer rank"):
-            await synchronizer.sync(3)
-        assert time.monotonic() - began < TIMEOUT_S + 5
-        await started(other)
-        await set_weights(other, 1)
-        again = await make_synchronizer(transport, other, engines, tmp_path, verify=Verify.always)
-        await again.sync(4)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
