@@ -1,6 +1,7 @@
 """Arguments in another program's style, and shell completion."""
 
 import os
+import shlex
 from importlib.metadata import version
 
 import hydra
@@ -9,6 +10,7 @@ from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from app.config.arguments import check_arguments
+from app.config.command_line import override
 from tests.refusals import refused
 from tests.warm import run_warm
 
@@ -108,3 +110,8 @@ def test_the_command_answers_the_shell_and_its_version() -> None:
     assert (answered.stdout, answered.stderr) == ("environment=single_turn\n", "")
     shown = run_warm("--version").stdout
     assert shown == f"hydra-posttrain {version('hydra-posttrain')}, Hydra {hydra.__version__}\n"
+
+
+def test_a_command_in_a_message_can_be_copied_with_letters_beyond_ascii() -> None:
+    (word,) = shlex.split(override("resume", "/data/输出/run"))
+    assert OverridesParser.create().parse_override(word).value() == "/data/输出/run"

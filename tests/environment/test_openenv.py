@@ -4,7 +4,6 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +11,6 @@ from aiohttp import WSMsgType, web
 
 from app.environment import openenv
 from app.environment.protocol import EnvironmentFailed, OutOfTurns, Reply, Task, ToolCall
-from tests.environment.interpreters import BUILD_S
-from tests.environment.openenv_server import EchoServer, echo_server
 from tests.environment.qwen import chat_choice
 from tests.environment.scripted_policy import ScriptedPolicy
 
@@ -213,39 +210,3 @@ def test_a_server_that_fails_is_a_failure_and_no_reward(fault: object, text: str
     policy = ScriptedPolicy([Reply(act(1)), Reply(act(7))])
     with pytest.raises(EnvironmentFailed, match=text):
         play(policy, Guessing({2: fault}))
-
-
-def test_a_full_server_is_asked_again_until_it_has_a_session() -> None:
-    guessing = Guessing(full=2)
-    assert play(ScriptedPolicy([Reply(act(7))]), guessing)["reward"] == 1.0
-    assert guessing.connections == 3
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(BUILD_S)
-def test_the_echo_environment_of_the_real_package_plays_two_episodes_in_its_one_session(tmp_path: Path) -> None:
-    says = [json.dumps({"message": text}) for text in ("hi", "hello")]
-
-    async def run(server: EchoServer) -> None:
-        make = await asyncio.to_thread(openenv.make, settings(server.url, timeout_s=50))
-        policies = [ScriptedPolicy([Reply(says[0]), Reply('{"massage": "x"}'), Reply(says[1])]) for _ in range(2)]
-        scores = await asyncio.gather(*(make().run(TASK, policy) for policy in policies))
-
-        assert [each["reward"] for each in scores] == pytest.approx([0.7, 0.7]), "0.1 a character"
-        for policy in policies:
-            heard = [message["content"] for message in policy.asked[-1]["messages"]]
-            assert '{"echoed_message": "Echo environment ready!", "message_length": 0}' in heard[0]
-            assert json.loads(heard[2])["echoed_message"] == "hi"
-            assert heard[4] == "error: the argument message is missing; it takes message (string)"
-
-        class Killing(ScriptedPolicy):
-            async def __call__(self, *args: Any, **kwargs: Any) -> Reply:
-                server.process.kill()
-                server.process.wait()
-                return await super().__call__(*args, **kwargs)
-
-        with pytest.raises(EnvironmentFailed, match=r"ended the session during step"):
-            await make().run(TASK, Killing([Reply(says[0])]))
-
-    with echo_server(tmp_path, sessions=1) as server:
-        asyncio.run(asyncio.wait_for(run(server), 200))

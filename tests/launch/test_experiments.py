@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import jsonschema
 import pytest
 import yaml
 
@@ -13,7 +12,7 @@ from app.device import Device, device_of
 from app.main import conf_path
 from tests.compose import composed
 from tests.launch.shell import bash, dry_run, options
-from tests.launch.test_kubernetes import RAYJOB, RESOURCES
+from tests.launch.test_kubernetes import RESOURCES
 
 NAMES = sorted(path.stem for path in (Path(conf_path()) / "experiment").glob("*.yaml"))
 # One of each number of devices and placement: npu4_colocate, cuda8_fully_async …
@@ -71,7 +70,6 @@ def test_kubernetes_reserves_the_devices_of_an_experiment(name: str) -> None:
     kind = config.device.kind.name
     manifest = bash("launch/kubernetes.sh", "--dry-run", "--name", "mine", f"experiment={name}")
     job = yaml.safe_load(manifest.stdout)
-    jsonschema.validate(job, RAYJOB)
     words = job["spec"]["entrypoint"].split()
     assert f"experiment={name}" in words
     assert {"resume=auto", "hydra.run.dir=/storage/outputs/mine"} <= set(words)

@@ -10,28 +10,11 @@ from pathlib import Path
 import pytest
 
 from app.mode.plan import describe
-from app.start.inputs import CheckStage, RunInputs
-from app.start.preflight import problems
 from tests.compose import composed
 from tests.folders import ROOT
 from tests.refusals import refused
 
 MISSION = ("device=npu", "placement=fully_async", "model=qwen35_9b")
-
-
-@pytest.mark.parametrize(
-    ("overrides", "steps"),
-    [
-        (["epochs=2", "data.arithmetic.problems=40"], 5),
-        (["epochs=0.5", "data.arithmetic.problems=32"], 1),
-        (["epochs=2", "model=hf", "model.path=me/model"], 300),  # the rows of a hub are not counted
-    ],
-)
-def test_a_plan_counts_the_steps_of_epochs_where_rows_are_local(overrides: list[str], steps: int) -> None:
-    inputs = RunInputs(composed(*overrides), CheckStage.plan)
-    problems(inputs)
-    assert inputs.config.steps == steps
-    assert f"  {steps} steps = " in describe(inputs.config)
 
 
 @pytest.mark.parametrize(

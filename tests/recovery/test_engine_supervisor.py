@@ -293,3 +293,21 @@ async def test_an_engine_that_does_not_abort_is_lost_after_a_deadline_and_holds_
     for group in groups:
         group.cancel()
     assert now() == pytest.approx(1 + 10, abs=0.2)
+
+
+@virtual
+async def test_engines_that_do_not_answer_after_a_failed_sync_are_found_at_the_same_time(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """All of them may wait in one broadcast."""
+
+    async def silent(engine: SimEngine) -> None:
+        await asyncio.sleep(10)
+        raise EngineLost("no answer")
+
+    monkeypatch.setattr(SimEngine, "check", silent)
+
+    context = World(config(PlacementKind.fully_async), tmp_path, engine_count=4).context()
+    began = now()
+    await context.supervisor.diagnose(dict(enumerate(context.pool.engines)))
+    assert (now() - began, len(context.pool.lost)) == (10.0, 4)

@@ -8,7 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from app.errors import RunError
-from app.start.output_folder import output_folder, save_configuration
+from app.start.output_folder import output_folder
 from app.start.settle import settle
 from app.tracking.recorder import RunFolderRecorder
 from tests.folders import a_run, composed_by_hydra, content, run_app, start_app
@@ -154,39 +154,6 @@ def test_a_value_of_the_environment_is_in_no_file_of_the_run(tmp_path: Path, mon
     saved = OmegaConf.load(tmp_path / "config" / "config.yaml")
     assert saved.reward.args.key == "x7-of-mine"
     assert saved.trainer.lr == config.trainer.lr
-
-
-def test_relative_paths_are_those_of_the_folder_where_the_run_was_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "started" / "model").mkdir(parents=True)
-    for name in ("started/rows.jsonl", "template.jinja"):
-        (tmp_path / name).write_text('{"question": "1", "answer": "1"}')
-    monkeypatch.chdir(tmp_path / "started")
-    given = [
-        "data.path=[rows.jsonl,'part_*.jsonl',org/rows]",
-        "model.path=model",
-        "model.chat_template='~/template.jinja'",
-    ]
-    composed = composed_by_hydra(
-        *given, "teacher.path=org/teacher", "algorithm=opd", "+data.eval_sets.mine.path=rows.jsonl"
-    )
-    run = tmp_path / "run"
-    job = settle(composed, run)
-    a_run(run, step=4)
-    save_configuration(job, job.config.steps)
-
-    monkeypatch.chdir(tmp_path)
-    resumed = settle(composed_by_hydra(f"resume={run}", "steps=900"), tmp_path / "new").config
-    started = tmp_path / "started"
-    assert list(resumed.data.path) == [f"{started}/rows.jsonl", f"{started}/part_*.jsonl", "org/rows"]
-    assert resumed.data.eval_sets["mine"].path == f"{started}/rows.jsonl"
-    assert (resumed.model.path, resumed.teacher.path) == (f"{started}/model", "org/teacher")
-    assert resumed.model.chat_template == f"{tmp_path}/template.jinja"
-
-    monkeypatch.chdir(started)
-    settle(composed_by_hydra(f"resume={run}", *given, "steps=900"), tmp_path / "new")  # the same files
 
 
 @pytest.mark.parametrize("words", ["mode=plan", "mode=export", "steps=0", "rollout.tensor_parallel=2"])
