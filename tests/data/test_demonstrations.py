@@ -251,3 +251,32 @@ def test_replies_are_imitated_as_their_flags_say(flag: str, tmp_path: Path, json
 def test_the_last_reply_alone_is_imitated_where_the_run_says_so(tmp_path: Path, jsonl: Callable[..., str]) -> None:
     messages = [ASK, {"role": "assistant", "content": "2"}, ASK, {"role": "assistant", "content": "two"}]
     assert imitated_of(messages, "qwen3.jinja", tmp_path, jsonl, last_reply_only=True) == ["two<|im_end|>"]
+
+
+QWEN3 = TEMPLATES / "qwen3.jinja"
+
+
+def test_a_question_with_an_answer_is_a_conversation_of_two_messages(
+    tokenizer_of: Callable[[Path], Any], tiny_model: Path, jsonl: Callable[..., str]
+) -> None:
+    tokenizer = tokenizer_of(QWEN3)
+    fields = replace(CHAT, question="question", answer_after="####")
+    row = {"question": "12+34=", "answer": "Add. #### 46"}
+    (prompt,) = prompts_of(fields, jsonl(row), tokenizer)
+    assert (prompt.answer, prompt.reply) == ("46", {"role": "assistant", "content": "Add. #### 46"})
+    (sequence,) = demonstrator(tokenizer, tiny_model, fields).sequences([prompt])
+    assert imitated(sequence, tokenizer) == ["Add. #### 46<|im_end|>"]
+
+
+def test_messages_of_a_prompt_and_of_its_completion_are_one_conversation(
+    tiny_model: Path, tokenizer_of: Callable[[Path], Any], jsonl: Callable[..., str]
+) -> None:
+    """TRL's rows for supervised fine-tuning."""
+    tokenizer = tokenizer_of(QWEN3)
+    config = replace(CHAT, question="prompt", answer="completion")
+    (joined,) = prompts_of(CHAT, jsonl({"messages": SEVERAL[:3]}), tokenizer)
+    row = {"prompt": SEVERAL[:2], "completion": SEVERAL[2:3]}
+    (split,) = prompts_of(config, jsonl(row), tokenizer)
+    assert (split.messages, split.reply, split.answer) == (joined.messages, joined.reply, "2")
+    made = demonstrator(tokenizer, tiny_model, config)
+    assert [imitated(each, tokenizer) for each in made.sequences([split])] == [["2<|im_end|>"]]

@@ -10,11 +10,12 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from app.config.data import DataConfig, Template
 from app.data import rows
-from app.data.build import PromptData, build
+from app.data.build import PromptData, build, rendering_warnings
 from app.model.hf_directory import load_tokenizer
 from app.types import Prompt
 from tests.byte_level import write_tokenizer
@@ -276,3 +277,42 @@ def test_variables_of_the_template_are_those_of_the_row_else_those_of_the_run(js
 
 
 # --- a resume compares what rows say
+
+
+@pytest.mark.parametrize("field", ["prompt.0.content", "prompt.1.content", "prompt.0.role"])
+def test_one_of_several_messages_is_not_a_question(jsonl: Jsonl, field: str) -> None:
+    path = jsonl({"prompt": [SYSTEM, user("1+1=")], "answer": "2"})
+    with refused("data.question", field, "give prompt,", "row 1 of"):
+        rows.load(config_of(path, question=field))
+
+
+def test_a_control_token_that_cannot_stay_text_is_named_with_its_row(jsonl: Jsonl) -> None:
+    """The tokenizer puts a space before each text that it encodes, so a token cannot be cut."""
+    letters = {chr(code): code for code in range(33, 127)}
+    backend = Tokenizer(models.BPE({**letters, "▁": 0, "</s>": 1}, []))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    backend.decoder = decoders.Metaspace(prepend_scheme="always")
+    backend.add_special_tokens(["</s>"])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, chat_template=CHATML.replace("TEXT", "message.content")
+    )
+    path = jsonl({"prompt": [user("fine")], "answer": "x"}, {"prompt": [user("old </s> text")], "answer": "x"})
+    data = build(config_of(path, eval_path=path), tokenizer, seed=0, max_prompt_tokens=1000)
+    (warning,) = rendering_warnings(data.train.prompts, config_of(path), tokenizer)
+    assert "/1 spells </s>" in warning
+
+
+def test_fields_of_messages_that_nothing_reads_are_named(jsonl: Jsonl, model: Any) -> None:
+    row = {"prompt": [{**user("q"), "mood": "good", "weight": 1, "name": "me"}], "answer": "x"}
+    config = config_of(jsonl(row, row))
+    read = with_template(model, CHATML.replace("TEXT", "message.content + message.mood"))
+    unread = with_template(model, CHATML.replace("TEXT", "message.content"))
+    (warning,) = rendering_warnings(prompts(config, unread), config, unread)
+    assert warning.endswith(": mood")
+    assert rendering_warnings(prompts(config, read), config, read) == []
+
+
+@pytest.mark.parametrize("own", [3, [1], {"messages": []}, "text"])
+def test_what_are_no_variables_of_a_template_is_refused(own: Any, jsonl: Jsonl) -> None:
+    with refused("data.chat_template_kwargs", None, "row 1 of"):
+        rows.load(config_of(jsonl({"prompt": [user("q")], "answer": "x", "chat_template_kwargs": own})))

@@ -1,5 +1,7 @@
+import json
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -148,3 +150,23 @@ def test_the_tasks_of_an_environment_are_rows_and_may_be_blank() -> None:
     assert [row.index for row in loaded.evals["eval"]] == [row.columns["index"] for row in loaded.evals["eval"]]
     assert sorted(row.columns["index"] for row in [*loaded.train, *loaded.evals["eval"]]) == list(range(10))
     assert {(row.source, row.question, row.answer) for row in loaded.train} == {("environment", "", "")}
+
+
+def test_a_folder_is_loaded_as_a_hub_data_set_with_splits_or_refused(tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    for split, count in (("train", 5), ("test", 2)):
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in additions(count)))
+    loaded = rows.load(DataConfig(path=str(tmp_path), eval_sets={"test": EvalSetConfig(split="test")}))
+    assert (len(loaded.train), len(loaded.evals["test"])) == (5, 2)
+    assert loaded.train[4].answer == "5"
+    with refused("data.path", tmp_path, "split validation"):
+        load(path=str(tmp_path), split="validation")
+
+
+def test_one_row_is_too_few_if_some_are_held_out(jsonl: Callable[..., str]) -> None:
+    path = jsonl(*additions(1))
+    with refused("data.path", path, "at least 2 rows", "data.eval_path"):
+        load(path=path)
+    other = jsonl(*additions(3), name="other.jsonl")
+    loaded = load(path=path, eval_sets={"other": EvalSetConfig(path=other)})
+    assert (len(loaded.train), len(loaded.evals["other"])) == (1, 3)

@@ -174,22 +174,6 @@ def test_what_is_no_action_is_an_observation_and_costs_nothing(reply: Reply, pro
     assert policy.asked[1]["messages"][-1]["content"].startswith(f"error: {problem}")
 
 
-def test_an_action_that_the_server_refuses_is_an_observation() -> None:
-    invalid = {
-        "message": "Invalid message",
-        "code": "VALIDATION_ERROR",
-        "errors": [{"loc": ["guess"], "msg": "too low"}],
-    }
-    raised = {"message": "division by zero", "code": "EXECUTION_ERROR"}
-    faults = {1: {"type": "error", "data": invalid}, 2: {"type": "error", "data": raised}}
-    policy = ScriptedPolicy([Reply(act(1)), Reply(act(2)), Reply(act(7))])
-
-    assert play(policy, Guessing(faults))["reward"] == 1.0
-    assert policy.asked[1]["messages"][-1]["content"] == "error: guess: too low"
-    assert policy.asked[2]["messages"][-1]["content"] == "error: division by zero"
-    assert policy.counts == {"tool_calls": 3.0, "tool_failures": 2.0}
-
-
 def test_a_limit_of_the_run_keeps_the_rewards_so_far() -> None:
     policy = ScriptedPolicy([Reply(act(1)), OutOfTurns()])
     guessing = Guessing()

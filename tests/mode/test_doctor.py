@@ -1,6 +1,5 @@
 """`mode=doctor` on this machine: passes for the CPU, fails clearly for missing devices, and each check can fail."""
 
-import os
 import platform
 from collections.abc import Iterable
 from pathlib import Path
@@ -67,28 +66,6 @@ def test_versions_outside_the_range_fail_and_plugins_must_match_torch(monkeypatc
     for torch, status in (("2.10.0", OK), ("2.11.0", FAIL)):
         monkeypatch.setattr(doctor_software, "installed", {"torch": torch, "torch_npu": "2.10.0.post7"}.get)
         assert of(checked(doctor_software.software, *MISSION), "torch_npu for torch").status is status
-
-
-NVIDIA_SMI = """#!/bin/sh
-case "$1" in
-  --query-gpu=driver_version) echo 570.124.06; echo 570.124.06 ;;
-  --query-gpu=memory.total) echo 81559 ;;
-  *) echo NVIDIA-SMI ;;
-esac
-"""
-
-
-@pytest.mark.parametrize(("cuda", "statuses"), [("13.0", [WARN]), ("12.8", [OK]), (None, []), ("14.1", [])])
-def test_the_driver_is_compared_with_torchs_cuda(
-    cuda: str | None, statuses: list[CheckStatus], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "nvidia-smi").write_text(NVIDIA_SMI)
-    (tmp_path / "nvidia-smi").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setattr(doctor_device, "torch_cuda", lambda: cuda)
-    found = checked(doctor_device.hardware, "device=cuda", "model=qwen3_4b")
-    assert of(found, "nvidia-smi").status is OK
-    assert [one.status for one in found if one.subject == "driver"] == statuses
 
 
 @pytest.fixture

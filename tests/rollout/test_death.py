@@ -159,28 +159,6 @@ async def test_an_abort_that_nobody_asked_for_is_an_error_of_that_prompt(visitor
 # --- processes that stop or die
 
 
-@pytest.mark.slow  # takes 10 s; the recovery soaks cover it twenty times
-async def test_a_scheduler_that_stands_still_is_found_while_nothing_is_in_flight(
-    own: OwnServer, tmp_path: Path
-) -> None:
-    """Its HTTP process still answers `/health`."""
-    engine = remote(host_spec(tmp_path, name="engine 10", url=own.url, key=KEY))
-    (scheduler,) = [each for each in process_group(own.pid) if "sglang::scheduler" in " ".join(each.cmdline())]
-
-    await engine.start(60)
-    await engine.check()
-    scheduler.suspend()
-    try:
-        with pytest.raises(EngineLost) as lost:
-            await asyncio.wait_for(engine.check(), 20)
-    finally:
-        scheduler.resume()
-    with pytest.raises(EngineLost):
-        await engine.check()  # it stays lost
-    assert re.search("engine 10 .*/server_info within 10 s", str(lost.value))
-    ray.kill(engine.actor)
-
-
 async def test_a_server_that_stalls_fails_what_is_in_flight(own: OwnServer, visitor: RemoteEngine) -> None:
     task = await in_flight(visitor, request(group_size=4, temperature=HOT, max_tokens=2000))
     os.killpg(own.pid, signal.SIGSTOP)
@@ -207,26 +185,6 @@ async def test_a_killed_server_fails_what_is_in_flight_within_5_seconds(own: Own
     assert [line.removeprefix("  | ") for line in tail] == own.log.read_text().splitlines()[-len(tail) :]
     assert str(later.value) == str(pending.value)
     assert until(lambda: not process_group(own.pid), 5) < 5
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("role", ["scheduler", "detokenizer"])
-async def test_a_killed_child_of_a_server_fails_what_is_in_flight_within_5_seconds(
-    role: str, ray_session: None, tiny_model: Path, tmp_path: Path
-) -> None:
-    server = server_spec(without_end(tiny_model, tmp_path), tmp_path, name="engine 5")
-    engine = remote(host_spec(tmp_path, name="engine 5", server=server))
-    pid = (await engine.start(300))["pid"]
-    child = next(each for each in process_group(pid) if f"sglang::{role}" in " ".join(each.cmdline()))
-
-    task = await in_flight(engine, request(group_size=4, temperature=HOT, max_tokens=2000))
-    child.kill()
-    killed = time.monotonic()
-    with pytest.raises(EngineError, match=rf"^engine 5 \(pid {pid}\) .*its last lines:\n  \| "):
-        await asyncio.wait_for(task, 30)
-    assert time.monotonic() - killed < 5
-    assert until(lambda: not process_group(pid), 5) < 5
-    ray.kill(engine.actor)
 
 
 def writes_to(pid: int, log: Path) -> bool:

@@ -3,13 +3,9 @@
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from app.config.tracking import TrackingConfig
-from app.tracking.dashboards import require_trackers
-from tests.refusals import refused
 from tests.tracking.records import group, metrics, offline
 
 FULL = """
@@ -30,21 +26,6 @@ class Tracker:
         self.write("samples", step, kind, [(row["completion"], row["reward"]) for row in rows])
     def close(self, status):
         self.write("close", status)
-
-class Broken:
-    def __init__(self, run):
-        pass
-    def log(self, step, metrics):
-        raise ConnectionError(f"refused at step {step}")
-    def close(self, status):
-        raise SystemExit("no more")
-
-class Mute:
-    pass
-
-class Silent:
-    def __init__(self, run):
-        pass
 """
 
 
@@ -82,17 +63,3 @@ def test_a_tracker_of_the_working_directory_gets_the_run_and_everything_it_asks_
     assert lines[-1] == ["close", "finished"]
     alerts = [line for line in lines if line[0] == "alert"]
     assert len(alerts) == 1
-
-
-@pytest.mark.parametrize(
-    ("path", "args", "reason"),
-    [
-        ("{module}.Mute", {}, "TypeError: too many positional arguments"),
-        ("{module}.Tracker", {"uri": "x"}, "TypeError: got an unexpected keyword argument 'uri'"),
-        ("{module}.Silent", {}, "it lacks log"),
-    ],
-)
-def test_a_tracker_that_cannot_be_used_is_refused(module: str, path: str, args: dict[str, Any], reason: str) -> None:
-    path = path.replace("{module}", module)
-    with refused("tracking.use", path, reason):
-        require_trackers(TrackingConfig(use=["tensorboard", path], args=args))
