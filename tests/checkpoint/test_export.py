@@ -25,15 +25,10 @@ from tests.checkpoint.plain_files import DATA, flip_a_byte
 from tests.checkpoint.resume_scenarios import ALL_WEIGHTS, trainer_of
 from tests.checkpoint.saves import OneProcess
 from tests.compose import composed
-from tests.conftest import make_engine
 from tests.model.support import batch, save_qwen3, save_qwen35
-from tests.rollout.support import largest_difference, request
-from tests.runs import Run
 from tests.trainer.plain import transformers_model
 from tests.trainer.support import Scenario, scored_groups, train
 from tests.trainer.test_step import GRPO
-
-QUICK = ["eval.before_train=false", "data.arithmetic.eval_problems=20"]
 
 
 def trained(source: Path, run: Path, lora: LoraConfig = ALL_WEIGHTS, chat_template: str | None = None) -> TrainStep:
@@ -128,24 +123,3 @@ def test_the_command_exports_a_run_without_changing_its_records(exported: tuple[
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert (done.returncode, done.stderr.splitlines()[-1]) == (0, str(run / "export"))
     assert {each.name for each in run.iterdir()} == {"checkpoints", "export", "driver.lock"}
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-async def test_an_engine_samples_from_an_export_with_the_log_probabilities_of_transformers(
-    ray_session: None, tiny_model: Path, tmp_path: Path
-) -> None:
-    run = Run(tmp_path, "steps=2", "checkpoint.export=true", "trainer.lr=1e-3", *QUICK)
-    assert await asyncio.to_thread(run.wait) == 0, run.text
-    out = run.folder / "export"
-    assert not list(run.folder.glob("*.tmp"))
-    old, new = (load_file(each / "model.safetensors") for each in (tiny_model, out))
-    assert not any(torch.equal(old[name], new[name]) for name in old)
-    given = request(tokens=(5, 6, 7, 8), max_tokens=12)
-    engine = make_engine(out, tmp_path)
-    await engine.start(300)
-    try:
-        completions = await engine.generate(given)
-    finally:
-        await engine.stop()
-    assert largest_difference(out, [given], [completions]) < 1e-4

@@ -11,7 +11,6 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from app.config.arguments import check_arguments
 from app.config.command_line import override
-from tests.refusals import refused
 from tests.warm import run_warm
 
 
@@ -53,33 +52,6 @@ def test_options_of_hydra_and_overrides_are_accepted(line: str) -> None:
 )
 def test_options_stand_behind_the_settings(line: str, arranged: str) -> None:
     assert check_arguments(line.split()) == arranged.split()
-
-
-@pytest.mark.parametrize(
-    ("line", "key", "answer"),
-    [
-        ("--steps=5", "--steps=5", "steps=5"),
-        ("steps 5", "steps", "steps=5"),
-        ("seed=1 --model x", "--model", "model=x"),
-        ("--wandb steps=5", "--wandb", "tracking=wandb"),
-        ("--learning_rate 1e-5", "--learning_rate", "trainer.lr=1e-5"),
-        ("train", "train", "mode=train"),
-        ("-help", "-help", "--help"),
-        ("steps:3", "steps:3", "steps=3"),
-        ("--cfg jobs", "--cfg", "job, hydra, all"),
-        ("--cfg", "--cfg", "job, hydra, all"),
-        ("--config-dir -m", "--config-dir", "a value"),
-        ("algorithm=[grpo,dapo]", "algorithm", "-m"),
-        ("~steps", "~steps", "steps=<value>"),
-        ("tracking.use=[wandb", "tracking.use", ""),
-        ("steps==3", "steps", ""),
-        ("steps=int(x)", "steps", ""),
-        ("resume=one\ntwo", "resume", ""),
-    ],
-)
-def test_another_style_is_refused_with_what_to_write(line: str, key: str, answer: str) -> None:
-    with refused(key, None, answer):
-        check_arguments(line.split(" "))
 
 
 @pytest.mark.parametrize("text", ["####", "one\ntwo", "The answer is: [", "a=b#c", "\\boxed{"])

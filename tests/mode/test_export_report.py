@@ -28,17 +28,3 @@ def test_a_run_that_is_being_written_is_not_exported_into(tmp_path: Path, one_th
     assert export.export_run(config, run) == run / "export"
 
 
-def test_the_report_of_a_run_that_is_being_written_is_beside_its_folder(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = a_run(tmp_path / "run")
-    with run_lock(run):
-        before = content(run)
-        report.run(RunConfig(), run)
-        assert content(run) == before
-    assert capsys.readouterr().err == f"{tmp_path / 'run.report.html'}\n"
-    assert (tmp_path / "run.report.html").is_file()
-
-    report.run(RunConfig(), run)
-    assert capsys.readouterr().err == f"{run / 'report.html'}\n"
-    assert (run / "report.html").is_file()

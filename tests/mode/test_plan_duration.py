@@ -1,7 +1,6 @@
 """The plan's seconds: a hand calculation, and a published run beside it."""
 
 import json
-import re
 from dataclasses import replace
 
 import pytest
@@ -9,7 +8,6 @@ import pytest
 from app.device import device_of
 from app.mode.plan.duration import StepSeconds, step_seconds, training_seconds
 from app.mode.plan.memory import plan_memory
-from app.mode.plan.remedies import splits_of
 from app.model.architecture import QWEN3_4B, QWEN35_9B, Architecture
 from app.rollout.engine.server_args import engine_flags
 from tests.compose import composed
@@ -60,26 +58,6 @@ def test_a_published_run_is_within_a_factor_of_two() -> None:
     assert estimate is not None
     assert 23.8 / 2 < estimate.generate < 2 * 23.8  # its completions are shorter than the limit
     assert 16.8 / 2 < estimate.train < 2 * 16.8
-
-
-def test_the_best_split_of_the_devices_that_fits_is_marked() -> None:
-    config = composed(*FOUR_AND_FOUR, "device.memory_gib=60")
-    _, *lines = splits_of(config, device_of(config.device.kind), QWEN3_4B)
-    shown = [tuple(map(int, re.findall(r"(\d+) \+ (\d+)", line)[0])) for line in lines]
-    assert len(shown) == 5
-    assert (4, 4) in shown
-
-    steps = {}
-    for trainers, engines in shown:
-        split = (f"placement.trainer_devices={trainers}", f"placement.rollout_devices={engines}")
-        estimate = seconds(QWEN3_4B, *FOUR_AND_FOUR, "device.memory_gib=60", *split)
-        assert estimate is not None
-        steps[trainers, engines] = estimate.total
-    marked = [split for split, line in zip(shown, lines, strict=True) if "best" in line]
-    refused = {split for split, line in zip(shown, lines, strict=True) if "NOT FIT" in line}
-    assert refused == {(1, 7)} & {*shown}  # AdamW's state alone takes 60 GiB of one device
-    assert marked == [min(steps.keys() - refused, key=lambda split: steps[split])]
-    assert splits_of(composed("device=cuda", "model=qwen3_4b"), device_of(config.device.kind), QWEN3_4B) == []
 
 
 def test_phases_of_colocate_add_up_and_adapters_hardly_cost_a_sync() -> None:

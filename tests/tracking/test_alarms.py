@@ -114,15 +114,3 @@ def test_a_reward_that_rises_while_the_held_out_accuracy_falls_is_an_alarm(
     assert list(alarms.check(20, {"eval/accuracy": accuracy, "eval/accuracy_stderr": stderr})) == raised
 
 
-def test_a_resumed_run_remembers_its_steps(tmp_path: Path) -> None:
-    """The entropy of its beginning is compared with, and an alarm that was set aside is raised again."""
-    with RunFolderRecorder(RunConfig(), tmp_path) as recorder:
-        for step, metrics in enumerate(steps(13), start=1):
-            recorder.log(step, metrics)
-    for _ in range(2):
-        with RunFolderRecorder(RunConfig(), tmp_path) as recorder:
-            recorder.resume(12)
-            for step in range(13, 23):
-                recorder.log(step, {**HEALTHY, "entropy": 0.01})
-        texts = [json.loads(line)["text"] for line in (tmp_path / "logs" / "warnings.jsonl").read_text().splitlines()]
-        assert len([text for text in texts if "entropy" in text.casefold()]) == 1, texts

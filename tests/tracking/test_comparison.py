@@ -18,24 +18,6 @@ def a_run(name: str, config: dict[str, Any], *overrides: str, **summary: Any) ->
     return RunData(Path(name), summary, [], [], {}, config, list(overrides), [], [])
 
 
-@pytest.mark.parametrize(
-    ("one", "other", "given", "keys"),
-    [
-        # A preset's name, and not what it brings along.
-        ({"data.name": "a", "data.path": "b"}, {"data.name": "c", "data.path": "d"}, ["data=x"], ["data.name"]),
-        # Everything that was given.
-        ({"trainer.lr": 0.4, "trainer.x": 4}, {"trainer.lr": 0.8, "trainer.x": 8}, ["trainer.lr=0"], ["trainer.lr"]),
-        # Where records go and servers listen changes no result.
-        ({"seed": 1, "tracking.run_name": "a", "rollout.port": 1}, {"seed": 2, "rollout.port": 2}, [], ["seed"]),
-        # The checkpoint tells evaluations apart, and not training runs.
-        ({"resume": "a", "mode": "train"}, {"resume": "b", "mode": "train"}, [], []),
-        ({"resume": "a", "mode": "eval"}, {"resume": "b", "mode": "eval"}, [], ["resume"]),
-    ],
-)
-def test_what_tells_runs_apart(one: dict[str, Any], other: dict[str, Any], given: list[str], keys: list[str]) -> None:
-    assert compare([a_run("one", one, *given), a_run("other", other, *given)]).keys == keys
-
-
 def test_means_cover_the_finished_runs_of_a_setting_and_the_best_comes_first() -> None:
     runs = [
         a_run(f"{lr}{seed}", {"seed": seed, "lr": lr}, status=status, **{"eval/accuracy_best": accuracy})

@@ -26,37 +26,10 @@ def test_a_step_is_one_plain_line_without_a_terminal() -> None:
     assert " ".join(line.split()) == expected
 
 
-def test_an_evaluation_shows_the_change_since_the_first() -> None:
-    def draw(console: RunConsole) -> None:
-        console.log_eval(0, {"eval": {"accuracy": 0.3}})
-        console.log_eval(10, {"eval": {"accuracy": 0.85}})
-        console.log_eval(10, {"easy": {"accuracy": 0.9}, "hard": {"accuracy": 0.1}})
-
-    first, second, several = lines(draw)[-3:]
-    assert first.endswith("30.0%")
-    assert re.findall(r"[+\d.]+", second) == ["10", "60", "85.0", "+55.0"]
-    assert several.split()[-4:] == ["easy", "90.0%", "hard", "10.0%"]
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
-@pytest.mark.parametrize("terminal", [True, False])
-def test_a_terminal_gets_a_progress_bar_and_forced_colors_make_no_terminal(
-    terminal: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Notebooks set FORCE_COLOR, and would show every state of the bar as a line of its own."""
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    stream = Terminal() if terminal else io.StringIO()
-    console = RunConsole(RunConfig(steps=2), Path("out/run"), stream)
-    console.status("starting the engine")
-    console.end("finished", {"steps": 2}, {})
-    text = stream.getvalue()
-    assert "starting the engine" in text
-    assert ("0/2" in text) == terminal
-    assert "\x1b[" in text
 
 
 READER_GOES = """

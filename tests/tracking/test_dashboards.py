@@ -132,14 +132,3 @@ def test_a_slow_dashboard_drops_and_counts_what_its_queue_cannot_hold(tmp_path: 
     assert f" {worker.dropped} messages" in warned[-1]
 
 
-def test_a_failed_message_is_reported_and_the_next_ones_are_sent(tmp_path: Path, slow: Slow) -> None:
-    warned: list[str] = []
-    slow.go.set()
-    worker = DashboardWorker("slow", make_options(tmp_path, warned))
-    for step in (2, 3, 4):
-        worker.log(step, {"lr": 1.0})
-    worker.alert(4, "mismatch", "it grew")
-    close_all([worker], "failed", 10)
-    assert slow.received == [2, 4, "mismatch", "failed"]
-    (warning,) = warned
-    assert "ConnectionError: gone for a moment at " in warning

@@ -118,21 +118,6 @@ def test_several_runs_are_compared_side_by_side_with_the_settings_that_differ(tm
     assert "standard deviation" not in page.words
 
 
-def test_an_evaluation_has_a_table_of_its_sets_and_no_training_checks(tmp_path: Path) -> None:
-    config = RunConfig(mode=Mode.eval)
-    save_config(config, tmp_path)
-    sets = {
-        "easy": {"accuracy": 0.9, "accuracy_stderr": 0.03, "prompts": 100, "pass@2": 0.95, "length_mean": 4.0},
-        "hard": {"accuracy": 0.1, "accuracy_stderr": 0.05, "prompts": 40, "pass@2": 0.2, "length_mean": 9.5},
-    }
-    with RunFolderRecorder(config, tmp_path) as recorder:
-        recorder.log_eval(20, sets, [group(0, [0.0, 1.0])], lambda ids: "1+1=")
-    page = Page(tmp_path / "report.html")
-    assert "easy 100 90.0% ± 3.0% 95.0% 4.0 — hard 40 10.0% ± 5.0% 20.0% 9.5 —" in page.words
-    assert "Generation" not in page.words
-    assert page.data["charts"] == []
-    (samples,) = page.data["runs"][0]["samples"]
-    assert (samples["step"], [row["reward"] for row in samples["rows"]]) == (20, [0.0, 1.0])
 
 
 @pytest.mark.parametrize(
