@@ -14,7 +14,6 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from app.config.device import DeviceKind
-from app.device import device_of
 
 ROOT = Path(__file__).parents[2]
 IMAGES = ["Dockerfile.cuda", "Dockerfile.npu"]
@@ -64,8 +63,6 @@ def test_versions_are_those_of_the_requirements() -> None:
     assert npu["TORCH_NPU_VERSION"] == pins("npu.txt")["torch_npu"]
     assert npu["TRANSFORMERS_VERSION"] == pins("npu.txt")["transformers"]
     assert npu["SGLANG_TAG"] == f"v{cuda['SGLANG_VERSION']}"
-
-
 
 
 @pytest.mark.parametrize("name", IMAGES)

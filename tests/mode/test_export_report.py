@@ -8,10 +8,10 @@ import pytest
 
 from app.config import RunConfig
 from app.config.model import ModelConfig
-from app.mode import export, report
+from app.mode import export
 from app.recovery.run_lock import FolderInUse, run_lock
 from tests.checkpoint.test_export import trained
-from tests.folders import a_run, content
+from tests.folders import content
 from tests.model.support import save_qwen3
 
 
@@ -26,5 +26,3 @@ def test_a_run_that_is_being_written_is_not_exported_into(tmp_path: Path, one_th
             export.export_run(config, run)
         assert content(run) == before
     assert export.export_run(config, run) == run / "export"
-
-

@@ -49,8 +49,6 @@ def test_a_plan_that_does_not_fit_shows_what_would() -> None:
     assert re.search(wider, narrow, re.M)
 
 
-
-
 PLAN = """
 import runpy, sys
 sys.argv[0] = "app"

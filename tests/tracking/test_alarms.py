@@ -1,12 +1,8 @@
-import json
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from app.config import RunConfig
-from app.tracking.recorder import RunFolderRecorder
 from app.tracking.rules import Alarms
 
 
@@ -112,5 +108,3 @@ def test_a_reward_that_rises_while_the_held_out_accuracy_falls_is_an_alarm(
     for step in range(1, 21):
         assert alarms.check(step, {**HEALTHY, "reward/mean": slope * step + 0.01 * (step % 2)}) == {}
     assert list(alarms.check(20, {"eval/accuracy": accuracy, "eval/accuracy_stderr": stderr})) == raised
-
-

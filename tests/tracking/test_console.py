@@ -1,13 +1,10 @@
 import io
 import os
-import re
 import shlex
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-
-import pytest
 
 from app.config import RunConfig
 from app.tracking.console import RunConsole
@@ -24,12 +21,6 @@ def test_a_step_is_one_plain_line_without_a_terminal() -> None:
     line = lines(lambda console: console.step(3, metrics(3)))[-1]
     expected = "step 3/60 reward 0.300 accuracy 30.0% 1.23k tok/s 1.00 s generate 0.60 s train 0.30 s sync 0.05 s"
     assert " ".join(line.split()) == expected
-
-
-
-
-
-
 
 
 READER_GOES = """

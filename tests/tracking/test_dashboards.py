@@ -130,5 +130,3 @@ def test_a_slow_dashboard_drops_and_counts_what_its_queue_cannot_hold(tmp_path: 
     assert worker.dropped >= 94
     assert slow.received[-1] == "finished"
     assert f" {worker.dropped} messages" in warned[-1]
-
-

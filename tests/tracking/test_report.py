@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from app.config import Mode, RunConfig
+from app.config import RunConfig
 from app.mode.report import write_comparison
 from app.tracking.recorder import RunFolderRecorder
 from app.tracking.report import data as report_data
@@ -116,8 +116,6 @@ def test_several_runs_are_compared_side_by_side_with_the_settings_that_differ(tm
     assert "setting lr=0.0001 lr=0.01 trainer.lr 0.0001 0.01 All other metrics" in page.words
     assert [run["name"] for run in page.data["runs"]] == ["lr=0.0001", "lr=0.01"]
     assert "standard deviation" not in page.words
-
-
 
 
 @pytest.mark.parametrize(
