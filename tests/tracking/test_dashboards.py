@@ -10,9 +10,7 @@ import pytest
 
 from app.tracking import dashboards
 from app.tracking.dashboards import DashboardOptions, DashboardWorker, close_all
-from app.tracking.recorder import RunFolderRecorder
-from app.tracking.run_folder.summary import Status
-from tests.tracking.records import metrics, offline, record, warnings
+from tests.tracking.records import offline, record, warnings
 
 
 def test_tensorboard_reads_back_the_curve_of_a_resumed_run_without_duplicates(tmp_path: Path) -> None:
@@ -64,22 +62,6 @@ def clearml_session(path: Path) -> tuple[list[tuple[Any, Any]], Any]:
         task = json.loads(session.read("task.json"))
     rewards = [(e["iter"], round(e["value"], 6)) for e in scalars if (e["metric"], e["variant"]) == ("reward", "mean")]
     return rewards, task
-
-
-def test_a_refused_network_and_a_wrong_key_cost_a_warning_and_no_time_of_a_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
-    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-    monkeypatch.setattr("app.tracking.recorder.DASHBOARD_DEADLINE_S", dict.fromkeys(Status, 1.0))
-    config = offline("wandb")
-    config.tracking.offline = False
-    with RunFolderRecorder(config, tmp_path) as recorder:
-        start = time.monotonic()
-        recorder.log(1, metrics(1))
-        assert time.monotonic() - start < 0.5
-    assert [text.split()[0] for text in warnings(tmp_path)] == ["wandb"]
-    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "finished"
 
 
 class Slow:
