@@ -1,6 +1,5 @@
 """The installed command in a working directory that has a package with this one's name, and the user's reward."""
 
-import json
 import os
 import subprocess
 import sys
@@ -27,7 +26,6 @@ with process_reaper():
     asyncio.run(start())
 """
 REWARD = "def always_one(trajectories):\n    return [1.0 for _ in trajectories]\n"
-QUICK = ["steps=1", "algorithm.prompts_per_step=2", "algorithm.group_size=2", "eval.every=0", "eval.before_train=false"]
 
 
 @pytest.fixture
@@ -65,13 +63,3 @@ def test_the_public_names_import_no_heavy_library() -> None:
 def test_the_process_reaper_and_the_reward_workers_do_not_import_it(cwd: Path) -> None:
     result = posttrain(cwd=cwd, code=HELPERS)
     assert (result.stdout, result.stderr) == ("True\n", "")
-
-
-@pytest.mark.slow
-def test_a_run_imports_its_own_package_everywhere_and_the_reward_of_the_working_directory(cwd: Path) -> None:
-    result = posttrain("reward._target_=my_rewards.always_one", *QUICK, "hydra.run.dir=run", cwd=cwd)
-    assert result.returncode == 0, result.stderr
-    lines = (cwd / "run" / "metrics.jsonl").read_text().splitlines()
-    (step,) = [json.loads(line) for line in lines if "time/step" in json.loads(line)]
-    assert step["reward/mean"] == 1.0
-    assert "Traceback" not in result.stderr  # the process reaper's goes to the command's stderr

@@ -1,8 +1,8 @@
 """Float32 matrix products on AMD's CPUs, computed by oneDNN.
 
 torch gives float32 products to MKL, which uses AVX2 on CPUs that are not Intel's. oneDNN, which torch brings along for
-bfloat16, has AVX-512 kernels for all of them: about twice as fast (`python -m tests.bench.matmul`). Both sides of a run
-use it, so that the engine's log-probabilities stay the trainer's.
+bfloat16, has AVX-512 kernels for all of them: about twice as fast. Both sides of a run use it, so that the
+engine's log-probabilities stay the trainer's.
 """
 
 import warnings

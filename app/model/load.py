@@ -140,9 +140,9 @@ def _keep_products(layers: nn.Module) -> None:
 
         return kept
 
-    for module in layers.modules():
-        if isinstance(module, nn.Linear):
-            module.forward = keeping(module.forward)
+    linears: list[Any] = [module for module in layers.modules() if isinstance(module, nn.Linear)]
+    for linear in linears:
+        linear.forward = keeping(linear.forward)
 
 
 def reload(policy: PolicyModel, path: Path) -> None:

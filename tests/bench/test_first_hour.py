@@ -15,12 +15,9 @@ from app.model.architecture import architecture_of
 from app.rollout.engine.server_args import engine_flags
 from app.utils.units import MIB
 from tests.bench import first_hour
-from tests.bench.first_hour import FAILED, PASSED, SKIPPED, Check
-from tests.bench.random_model import QWEN3_4B
+from tests.bench.first_hour import FAILED, PASSED, Check
 from tests.compose import composed
 from tests.folders import ROOT
-
-ON_CARDS = ("device=cuda", "model=qwen3_4b", "placement.devices=1", "rollout.tensor_parallel=1")
 
 
 def a_run(folder: Path, *steps: dict[str, float]) -> Path:
@@ -53,13 +50,6 @@ def test_one_card_gets_settings_that_fit_it(tmp_path: Path, qwen3_4b: str) -> No
     assert plan_memory(config, device, shapes, engine_flags(config, device)).peak_phase.bytes < 80 * 1024 * MIB
 
 
-def test_one_card_leaves_out_what_needs_two(tmp_path: Path) -> None:
-    left_out = [each for each in first_hour.checks("cuda", 1, [], steps=10) if each.least_devices > 1]
-    assert [each.name for each in left_out] == ["syncs", "fully_async", "published"]
-    outcome = first_hour.run_check(left_out[0], tmp_path, kind="cuda", devices=1)
-    assert (outcome.status, outcome.reason) == (SKIPPED, "needs 2 devices, this machine has 1")
-
-
 @pytest.mark.parametrize(
     ("model", "values", "differing"),
     [
@@ -74,31 +64,6 @@ def test_a_mismatch_a_stale_trajectory_and_a_slow_trainer_differ(
     folder = a_run(tmp_path / "run", a_step(**values), {**a_step(**values), "staleness/max": 1})
     _, expectations = first_hour.read_run(composed("device=cuda", f"model={model}"), folder, "")
     assert {each.name for each in expectations if not each.met} == {"staleness/max", *differing}
-
-
-def test_memory_is_compared_with_the_plan(tmp_path: Path, qwen3_4b: str) -> None:
-    config = composed(*ON_CARDS, f"model.path={qwen3_4b}")
-    planned = first_hour.trainer_peaks(config)["train"]
-    for share, met in ((1.05, True), (1.2, False)):
-        step = a_step(memory__trainer_device_peak_train_mib=share * planned)
-        expectations = first_hour.memory_expectations(config, [step])
-        assert [each.met for each in expectations] == [met]
-
-    model = architecture_of(config.model)
-    assert model is not None
-    device = device_of(DeviceKind.cuda)
-    peak = plan_memory(config, device, model, engine_flags(config, device)).peak_phase.bytes / MIB
-    assert first_hour.card_expectation(config, 1.05 * peak).met
-    assert not first_hour.card_expectation(config, 1.2 * peak).met
-
-
-@pytest.fixture
-def qwen3_4b(tmp_path: Path) -> str:
-    """A folder with Qwen3-4B's config.json."""
-    config = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], **QWEN3_4B}
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
-    return str(tmp_path / "model")
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from app.config.device import Dtype
-from app.config.weight_sync import SyncMode, Verify
+from app.config.weight_sync import Verify
 from app.device.base import abort_backend
 from app.types import InFlight
 from app.weight_sync.sender import Sender
@@ -125,7 +125,7 @@ async def measure(rounds: int, bucket_mib: float, folder: Path) -> dict[str, Any
 
 
 async def a_synchronizer(
-    transport: str, trainer: Any, engine: Any, folder: Path, bucket_mib: float, mode: SyncMode = SyncMode.full
+    transport: str, trainer: Any, engine: Any, folder: Path, bucket_mib: float
 ) -> BucketedWeightSynchronizer:
     """Return a synchronizer that verifies nothing."""
     from tests.weight_sync.support import make_synchronizer
@@ -139,7 +139,6 @@ async def a_synchronizer(
         verify=Verify.never,
         in_flight=InFlight.retract,
         timeout_s=300,
-        mode=mode,
     )
 
 

@@ -1,46 +1,34 @@
 """An export is a model directory like the source, and its model matches the trainer."""
 
 import asyncio
-import os
-import stat
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 import torch
-from huggingface_hub import ModelCard
 from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 
-from app.checkpoint import export as exporter
 from app.checkpoint.manager import CheckpointManager
 from app.checkpoint.run_state import RunState
 from app.config import RunConfig
 from app.config.model import LoraConfig, ModelConfig
 from app.config.trainer import TrainerConfig
-from app.errors import CheckpointError, RunError
+from app.errors import CheckpointError
 from app.mode.export import export_run
 from app.model.hf_directory import identity
 from app.tracking.run_folder import CONFIG
 from app.trainer.step import TrainStep
-from tests.checkpoint.plain_files import DATA, flip_a_byte, save
+from tests.checkpoint.plain_files import DATA, flip_a_byte
 from tests.checkpoint.resume_scenarios import ALL_WEIGHTS, trainer_of
 from tests.checkpoint.saves import OneProcess
 from tests.compose import composed
-from tests.conftest import make_engine
 from tests.model.support import batch, save_qwen3, save_qwen35
-from tests.refusals import refused
-from tests.rollout.support import largest_difference, request
-from tests.runs import Run
 from tests.trainer.plain import transformers_model
 from tests.trainer.support import Scenario, scored_groups, train
 from tests.trainer.test_step import GRPO
-
-QUICK = ["eval.before_train=false", "data.arithmetic.eval_problems=20"]
 
 
 def trained(source: Path, run: Path, lora: LoraConfig = ALL_WEIGHTS, chat_template: str | None = None) -> TrainStep:
@@ -71,14 +59,6 @@ def logprobs_of(model: torch.nn.Module) -> torch.Tensor:
 
 def config_of(source: Path, **settings: str) -> RunConfig:
     return RunConfig(model=ModelConfig(path=str(source)), **settings)  # type: ignore[arg-type]
-
-
-def test_an_export_has_the_chat_template_of_its_run(tmp_path: Path) -> None:
-    source, own = save_qwen3(tmp_path / "source"), "{{ messages[0].content }}\n"
-    (source / "chat_template.jinja").write_text("the model's")
-    trained(source, tmp_path / "run", chat_template=own)
-    assert (export_run(config_of(source), tmp_path / "run") / "chat_template.jinja").read_text() == own
-    assert (source / "chat_template.jinja").read_text() == "the model's"
 
 
 @pytest.mark.parametrize("make", [save_qwen3, save_qwen35])
@@ -129,48 +109,6 @@ def exported(tmp_path: Path) -> tuple[Path, Path]:
     return source, run
 
 
-def test_an_export_replaces_the_previous_one_and_leaves_nothing_else(
-    exported: tuple[Path, Path], tmp_path: Path
-) -> None:
-    source, run = exported
-    (run / "export").mkdir()
-    (run / "export" / "old.txt").touch()
-    export_run(config_of(source, resume=str(run / "checkpoints" / "step_3")), tmp_path / "nowhere")
-    assert {each.name for each in run.iterdir()} == {"checkpoints", "export", "driver.lock"}
-    assert not (run / "export" / "old.txt").exists()
-    assert ModelCard.load(run / "export" / "README.md").data.library_name == "transformers"
-
-
-def test_an_export_can_be_read_by_whom_the_umask_allows(exported: tuple[Path, Path]) -> None:
-    source, run = exported
-    umask = os.umask(0o027)
-    try:
-        out = export_run(config_of(source), run)
-    finally:
-        os.umask(umask)
-    assert stat.S_IMODE(out.stat().st_mode) == 0o750
-    assert {stat.S_IMODE(each.stat().st_mode) for each in out.iterdir()} == {0o640}
-
-
-def test_an_export_at_the_end_of_a_run_has_a_deadline_that_names_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = tmp_path / "a run"
-    config = RunConfig(steps=3, trainer=TrainerConfig(timeout_s=0.05))
-    go = threading.Event()
-    monkeypatch.setattr(exporter, "locate", lambda *_, **__: tmp_path)
-    monkeypatch.setattr(exporter, "export_checkpoint", lambda *_: go.wait(60))
-    save(run, [3])
-    try:
-        with pytest.raises(RunError) as late:
-            asyncio.run(exporter.export_trained(Mock(), config, run, step=3, chat_template=None))
-    finally:
-        go.set()
-    checkpoint = run / "checkpoints" / "step_3"
-    for named in (str(checkpoint), str(run / "export"), "trainer.timeout_s=0.05 s", f"'resume=\"{checkpoint}\"'"):
-        assert named in str(late.value)
-
-
 def test_a_damaged_checkpoint_is_not_exported(exported: tuple[Path, Path]) -> None:
     source, run = exported
     flip_a_byte(run / "checkpoints" / "step_3" / DATA)
@@ -179,49 +117,9 @@ def test_a_damaged_checkpoint_is_not_exported(exported: tuple[Path, Path]) -> No
     assert {each.name for each in run.iterdir()} == {"checkpoints", "driver.lock"}
 
 
-def test_an_impossible_export_is_refused(tmp_path: Path) -> None:
-    source = save_qwen3(tmp_path / "source")
-    run = tmp_path / "run"
-    with refused("hydra.run.dir", run, "checkpoints"):
-        export_run(config_of(source), run)
-    with refused("resume", run, "checkpoints"):
-        export_run(config_of(source, resume=str(run)), tmp_path)
-    trained(source, run)
-    other = save_qwen3(tmp_path / "other", tied=False)
-    source.rename(tmp_path / "moved")
-    with pytest.raises(CheckpointError, match=r"step_3 .*tie_word_embeddings is True"):
-        export_run(config_of(other), run)
-    weights = tmp_path / "moved" / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:100])
-    with refused("model.path", tmp_path / "moved", "safetensors"):
-        export_run(config_of(tmp_path / "moved"), run)
-    assert {each.name for each in run.iterdir()} == {"checkpoints"}
-
-
 def test_the_command_exports_a_run_without_changing_its_records(exported: tuple[Path, Path]) -> None:
     _, run = exported
     command = [sys.executable, "-m", "app", "mode=export", f"hydra.run.dir={run}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert (done.returncode, done.stderr.splitlines()[-1]) == (0, str(run / "export"))
     assert {each.name for each in run.iterdir()} == {"checkpoints", "export", "driver.lock"}
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-async def test_an_engine_samples_from_an_export_with_the_log_probabilities_of_transformers(
-    ray_session: None, tiny_model: Path, tmp_path: Path
-) -> None:
-    run = Run(tmp_path, "steps=2", "checkpoint.export=true", "trainer.lr=1e-3", *QUICK)
-    assert await asyncio.to_thread(run.wait) == 0, run.text
-    out = run.folder / "export"
-    assert not list(run.folder.glob("*.tmp"))
-    old, new = (load_file(each / "model.safetensors") for each in (tiny_model, out))
-    assert not any(torch.equal(old[name], new[name]) for name in old)
-    given = request(tokens=(5, 6, 7, 8), max_tokens=12)
-    engine = make_engine(out, tmp_path)
-    await engine.start(300)
-    try:
-        completions = await engine.generate(given)
-    finally:
-        await engine.stop()
-    assert largest_difference(out, [given], [completions]) < 1e-4

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from app.checkpoint.run_state import STATE, RunState, read_intact, read_state
-from app.errors import CheckpointError, DamagedCheckpoint
+from app.errors import DamagedCheckpoint
 from tests.checkpoint.plain_files import DATA, flip_a_byte, save
 
 
@@ -52,12 +52,3 @@ def test_a_changed_damaged_or_missing_state_is_found(checkpoint: Path) -> None:
     file.unlink()
     with pytest.raises(DamagedCheckpoint, match="No such file"):
         read_state(checkpoint)
-
-
-@pytest.mark.parametrize("number", [1, 3])
-def test_another_format_is_refused_and_not_called_damaged(number: int, checkpoint: Path) -> None:
-    file = checkpoint / STATE
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"format": number}))
-    with pytest.raises(CheckpointError, match=f"format {number}") as raised:
-        read_intact(checkpoint)
-    assert not isinstance(raised.value, DamagedCheckpoint)

@@ -14,10 +14,8 @@ from ray.util.placement_group import remove_placement_group
 
 from app.cluster.actors import (
     EngineFactory,
-    allocator_environment,
     engine_threads,
     make_trainer,
-    trainer_environment,
 )
 from app.cluster.placement_group import reserve
 from app.config.device import DeviceKind
@@ -69,48 +67,6 @@ def test_a_rank_sets_its_variables_before_torch_is_imported(
 
 def _variables_and_torch(_: Any) -> tuple[dict[str, str], bool]:
     return dict(os.environ), "torch" in sys.modules
-
-
-def test_buffers_that_engines_map_are_not_in_expandable_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True,max_split_size_mb:64")
-    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
-
-    def environment(*overrides: str) -> dict[str, str]:
-        config = composed("model=qwen3_4b", *overrides)
-        return allocator_environment(config, device_of(config.device.kind))
-
-    assert environment("device=cuda") == {
-        "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64,expandable_segments:False",
-        "PYTORCH_ALLOC_CONF": "expandable_segments:False",
-    }
-    assert environment("device=cuda", "placement=fully_async") == {}
-    assert environment("device=cpu") == {}
-
-
-NPU_ASYNC = ("device=npu", "model=qwen35_9b", "placement=fully_async")
-
-
-@pytest.fixture
-def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    npu = device_of(DeviceKind.npu)
-    for name in (*npu.allocator_variables, *npu.trainer_defaults):
-        monkeypatch.delenv(name, raising=False)
-
-
-def environment_of(*overrides: str) -> dict[str, str]:
-    config = composed(*overrides)
-    return trainer_environment(config, device_of(config.device.kind))
-
-
-@pytest.mark.usefixtures("no_variables")
-@pytest.mark.parametrize("name", ["PYTORCH_NPU_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
-def test_the_users_own_variables_win(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TASK_QUEUE_ENABLE", "0")
-    monkeypatch.setenv("CPU_AFFINITY_CONF", "2")
-    monkeypatch.setenv(name, "max_split_size_mb:64")
-    found = environment_of(*NPU_ASYNC)
-    assert (found["TASK_QUEUE_ENABLE"], found["CPU_AFFINITY_CONF"]) == ("0", "2")
-    assert "PYTORCH_NPU_ALLOC_CONF" not in found  # a rank inherits the user's
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,7 @@ import asyncio
 import socket
 
 import pytest
-import ray
 
-from app.cluster import connect as module
 from app.cluster.connect import connect
 from app.device import device_of
 from app.errors import RunError
@@ -40,28 +38,3 @@ def test_a_head_that_accepts_no_connection_is_named_after_the_deadline() -> None
             asyncio.run(connect(config, device_of(config.device.kind)))
     for named in (f"cluster.address={address} ", "cluster.timeout_s=0.5 s", "Connection refused"):
         assert named in str(refused.value)
-
-
-@pytest.mark.parametrize("failures", [module.START_ATTEMPTS - 1, module.START_ATTEMPTS])
-def test_a_local_ray_that_times_out_is_started_again_and_then_a_sentence(
-    failures: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls = 0
-
-    def init(**_: object) -> None:
-        nonlocal calls
-        calls += 1
-        if calls <= failures:
-            raise Exception("The current node timed out during startup.")
-
-    monkeypatch.setattr(ray, "init", init)
-    config = composed()
-    starting = connect(config, device_of(config.device.kind))
-    if failures < module.START_ATTEMPTS:
-        asyncio.run(starting)
-    else:
-        with pytest.raises(
-            RunError, match=r"did not start .* in 3 attempts: The current node timed out during startup\.$"
-        ):
-            asyncio.run(starting)
-    assert calls == module.START_ATTEMPTS

@@ -1,18 +1,15 @@
 """Memory metrics: by role, and by phase where a device reports peaks."""
 
 import asyncio
-import re
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
 from app.cluster import memory_monitor
 from app.cluster.memory_monitor import MIB, MemoryMonitor
-from app.errors import EngineError, EngineLost, RunError
+from app.errors import EngineLost, RunError
 from app.rollout.engine.pool import EnginePool
 from app.types import MemoryUse
-from tests.simulation import SimEngine, SimTrainer, run_virtual
+from tests.simulation import SimEngine, SimTrainer
 
 
 class TrainerWithPeaks(SimTrainer):
@@ -68,45 +65,3 @@ def test_an_engine_keeps_its_name_while_another_one_is_lost(monkeypatch: pytest.
     assert asyncio.run(monitor.sample())["memory/engine_rss_mib"] == 20
     with pytest.raises(RunError, match=r"the machine of engine 1 has used 98\.0% .* engine 1 with 20 MiB"):
         monitor.check()
-
-
-async def refuses(_: object) -> None:
-    raise EngineError("memory failed: on purpose")
-
-
-async def never(_: object) -> None:
-    await asyncio.Event().wait()
-
-
-def unreadable(_: list[int]) -> None:
-    raise PermissionError("/proc is hidden: on purpose")
-
-
-@pytest.mark.parametrize(
-    ("role", "owner", "name", "measure", "reason"),
-    [
-        ("trainer", SimTrainer, "memory", refuses, "on purpose"),
-        ("trainer", SimTrainer, "memory", never, "TimeoutError"),
-        ("engine", SimEngine, "memory", refuses, "on purpose"),
-        ("driver", memory_monitor, "memory_use", unreadable, "on purpose"),
-    ],
-)
-def test_processes_whose_memory_cannot_be_measured_are_missing_with_one_warning(
-    role: str, owner: Any, name: str, measure: Callable[..., Any], reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(owner, name, measure)
-    warnings: list[str] = []
-    pool = EnginePool([SimEngine(lambda _: 1.0, lambda *_: True)])
-    monitor = MemoryMonitor(SimTrainer(), pool, warnings.append)
-
-    async def two_steps() -> dict[str, float]:
-        await monitor.record_peaks("train")
-        await monitor.sample()
-        return await monitor.sample()
-
-    measured = {"driver", "trainer", "engine"} - {role}
-    assert set(run_virtual(two_steps())) == {"memory/host_used_fraction"} | {
-        f"memory/{each}_rss_mib" for each in measured
-    }
-    (warning,) = warnings
-    assert re.search(f"{role} processes: .*{reason}", warning)

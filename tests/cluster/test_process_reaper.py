@@ -12,12 +12,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
 
-from app.cluster import process_reaper as module
 from app.cluster.process_reaper import process_reaper
-from app.utils.process import SHARED_MEMORY, run_prefix
-from app.weight_sync.transport.ipc_payload import allocate_shared, shared_memory_name
+from app.utils.process import SHARED_MEMORY
 from tests.waiting import until
 
 DRIVER = """
@@ -111,17 +108,6 @@ def test_the_files_of_a_run_are_removed_and_no_others(end: str, tmp_path: Path, 
     assert of_another_run.exists()
 
 
-def test_names_in_shared_memory_have_the_mark_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("POSTTRAIN_RUN", secrets.token_hex(4))
-    buffer = allocate_shared(1000, torch.device("cpu"))
-    name = shared_memory_name(buffer)
-    assert name.startswith(run_prefix())
-    assert os.environ["POSTTRAIN_RUN"] in name
-    assert (buffer.nbytes, int(buffer.sum())) == (1000, 0)
-    del buffer
-    assert not (SHARED_MEMORY / name).exists()
-
-
 @pytest.mark.parametrize("ray", [None, "given", "r" * 60])
 def test_a_run_has_temporary_folders_whose_paths_are_short_enough_for_sockets(
     ray: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -149,22 +135,3 @@ def test_a_run_has_temporary_folders_whose_paths_are_short_enough_for_sockets(
     assert not any(os.path.lexists(path) for path in inside)
     assert list(long.iterdir()) == []
     assert ray is None or list((tmp_path / ray).iterdir()) == []
-
-
-def test_what_is_in_a_read_only_home_is_still_there_after_a_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    files = [
-        tmp_path / "notes" / "a.txt",
-        tmp_path / ".ray" / "auth_token",
-        tmp_path / ".cache" / "huggingface" / "hub",
-    ]
-    for file in files:
-        file.parent.mkdir(parents=True)
-        file.touch()
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr(module, "home_is_writable", lambda: False)
-    with process_reaper():
-        assert Path.home() != tmp_path
-        assert (Path.home() / "notes" / "a.txt").exists()
-    assert all(file.exists() for file in files)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 from hydra import compose, initialize_config_dir
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from app.config import compose as configuration
 from app.config.algorithm import Aggregation, AlgorithmConfig, Correction, OldPolicy, RatioLevel
@@ -19,10 +19,8 @@ from app.config.placement import PlacementKind
 from app.device import device_of
 from app.main import conf_path
 from app.mode.plan.memory import plan_memory
-from app.mode.plan.text import memory
 from app.model.architecture import architecture_of
 from app.rollout.engine.server_args import engine_flags
-from app.start.idle_settings import idle_settings
 from app.utils.units import GIB
 from tests.compose import composed
 
@@ -34,15 +32,6 @@ RUNNABLE = sorted(path for group in ("experiment", "sweep", "model", "algorithm"
 MODELS = sorted({path.stem for path in (CONF / "model").glob("*.yaml")} - {"hf"})
 PLACEMENTS = ["colocate", "fully_async"]
 
-QWEN = "experiment=cuda1_colocate_4b"
-RATES = {  # of full fine-tuning; adapters have ten times that
-    "model=hf model.path=me/model": 1e-6,
-    "model=qwen3_4b": 1e-6,
-    "model=qwen35_9b": 1e-6,
-    "model=tiny": 2e-4,
-    "model=tiny_tools data=products environment=calculator": 3e-4,
-    "experiment=cpu1_smollm2": 1e-5,
-}
 
 SIZES = {"prompts_per_step", "group_size"}
 # Of GRPO the settings that define it, of the others what differs; the rest is the default. Others may set sizes only.
@@ -118,13 +107,6 @@ DEVICE_KINDS = {
 }
 
 
-@pytest.mark.parametrize("preset", RATES)
-def test_the_learning_rate_of_a_preset_is_that_of_what_is_trained_unless_it_is_given(preset: str) -> None:
-    assert composed(*preset.split()).trainer.lr == RATES[preset]
-    assert composed(*preset.split(), "model.lora.rank=8").trainer.lr == pytest.approx(10 * RATES[preset], rel=1e-12)
-    assert composed(*preset.split(), "model.lora.rank=8", "trainer.lr=3e-6").trainer.lr == 3e-6
-
-
 def sweep(name: str, *overrides: str) -> DictConfig:
     configuration.register()
     with initialize_config_dir(conf_path(), version_base="1.3"):
@@ -152,14 +134,6 @@ def test_only_an_algorithm_preset_says_more_of_an_algorithm_than_its_sizes(path:
     assert not any(key.endswith("algorithm") for each in choices for key in each)
 
 
-@pytest.mark.parametrize("name", SWEEPS)
-def test_a_sweep_varies_no_setting_that_has_no_effect(name: str) -> None:
-    parameters = OmegaConf.load(CONF / "sweep" / f"{name}.yaml").hydra.sweeper.params
-    choices = {key: str(value).split(",")[0] for key, value in parameters.items() if key in ("algorithm", "placement")}
-    run = composed(*(f"{key}={value}" for key, value in choices.items()))
-    assert idle_settings(run, list(parameters)) == []
-
-
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_an_experiment_composes_to_what_its_name_says(name: str) -> None:
     config = composed(f"experiment={name}")
@@ -172,48 +146,6 @@ def test_an_experiment_composes_to_what_its_name_says(name: str) -> None:
     assert config.model.name.endswith(model)
     assert config.placement.kind.name == placement
     assert config.data.name == "dapo_math"
-
-
-@pytest.mark.parametrize("name", EXPERIMENTS)
-def test_an_engine_captures_graphs_for_all_requests_that_it_runs(name: str) -> None:
-    config = composed(f"experiment={name}")
-    flags = engine_flags(config, device_of(config.device.kind))
-    requests = min(config.requests_per_engine, 512)
-    assert flags["cuda-graph-max-bs-decode"] == flags["max-running-requests"] == requests
-
-
-# What SGLang 0.5.23 chooses on an H100 of 80 GB with the same flags, except for mem-fraction-static.
-SGLANG_CHOOSES = {
-    ("qwen35_9b", "placement=fully_async"): 0.756,
-    ("qwen35_9b", "placement=colocate"): 0.762,
-    ("qwen3_4b", "placement=fully_async"): 0.824,
-}
-
-
-@pytest.mark.parametrize(("case", "chosen"), SGLANG_CHOOSES.items())
-def test_an_engine_takes_no_more_memory_than_sglang_would(case: tuple[str, str], chosen: float) -> None:
-    config = composed("device=cuda", f"model={case[0]}", case[1])
-    fraction = engine_flags(config, device_of(config.device.kind))["mem-fraction-static"]
-    assert isinstance(fraction, float)
-    assert fraction <= chosen
-
-
-RECURRENT = [
-    ("experiment=cuda8_fully_async_9b",),
-    ("experiment=cuda4_colocate_9b",),
-    ("device=cuda", "model=qwen35_9b_lora"),
-]
-
-
-@pytest.mark.parametrize("overrides", RECURRENT, ids=" ".join)
-def test_the_radix_cache_is_off_where_the_plan_says_that_it_pays(overrides: tuple[str, ...]) -> None:
-    preset = composed(*overrides)
-    off = preset.rollout.engine_args.pop("disable-radix-cache", False)
-    device, model = device_of(preset.device.kind), architecture_of(preset.model)
-    assert model is not None
-    lines = memory(preset, device, model, engine_flags(preset, device))
-    (line,) = [line for line in lines if "radix cache:" in line]
-    assert ("disable-radix-cache=true pays" in line) == off
 
 
 @pytest.mark.parametrize("path", RUNNABLE, ids=lambda path: f"{path.parent.name}={path.stem}")
@@ -240,13 +172,6 @@ def test_a_preset_leaves_a_tenth_of_each_of_its_cards(composition: list[str]) ->
     peaks = {kind: max(phase.bytes for phase in plan.phases if phase.device == kind) for kind in kinds}
     assert set(peaks) == DEVICE_KINDS[config.placement.kind]
     assert {kind: round(peak / GIB, 2) for kind, peak in peaks.items() if peak > 0.9 * plan.capacity.bytes} == {}
-
-
-@pytest.mark.parametrize(("model", "lr"), [("tiny", 2e-4), ("qwen3_4b", 1e-6), ("tiny_lora", 2e-3)])
-def test_the_sweep_of_learning_rates_is_around_that_of_the_preset(model: str, lr: float) -> None:
-    scales = sweep("learning_rate").hydra.sweeper.params["trainer.lr_scale"].split(",")
-    swept = [composed(f"model={model}", f"trainer.lr_scale={scale}").trainer.peak_lr for scale in scales]
-    assert swept == pytest.approx([0.3 * lr, lr, 3 * lr])
 
 
 @pytest.mark.parametrize("name", [name for name in SWEEPS if name != "optuna"])

@@ -5,8 +5,6 @@ import re
 import pytest
 
 from app.config.algorithm import Correction
-from app.config.run import RunConfig
-from app.config.setting import settings
 from app.device import device_of
 from app.rollout.engine.server_args import engine_flags
 from tests.compose import composed
@@ -79,10 +77,3 @@ def test_help_and_the_printed_configuration_are_of_the_composition_and_need_no_h
     printed = run_warm(*line, "--cfg", "job")
     assert "\n  clip_high: 0.3\n" in printed.stdout
     assert helped.heavy == printed.heavy == []
-
-
-def test_help_on_a_section_shows_its_settings_in_this_composition() -> None:
-    text = run_warm("--help", "trainer", "model=qwen3_4b", "trainer.lr=0.5").stdout
-    keys = [line.split()[0] for line in text.splitlines() if re.match(r"  \S+ = ", line)]
-    assert keys == [each.key for each in settings(RunConfig) if each.key.startswith("trainer.")]
-    assert "trainer.lr = 0.5" in text

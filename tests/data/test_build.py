@@ -12,7 +12,6 @@ import pytest
 
 from app.config.data import DataConfig, GeneratedConfig, Template
 from app.data.build import build
-from tests.refusals import refused
 
 SMALL = GeneratedConfig(problems=40, eval_problems=8)
 
@@ -83,15 +82,6 @@ def test_longer_prompts_are_dropped_and_counted(jsonl: Callable[..., str], token
     data = build(DataConfig(path=train, eval_fraction=0.01), tokenizer, seed=0, max_prompt_tokens=4)
     assert (data.dropped, data.total) == (2, 6)
     assert all(len(prompt.token_ids) <= 4 for prompt in data.train.take(len(data.train)))
-
-
-def test_a_prompt_without_tokens_is_rejected(jsonl: Callable[..., str], tokenizer: Any) -> None:
-    from tokenizers import normalizers
-
-    tokenizer.backend_tokenizer.normalizer = normalizers.Replace("é", "")
-    path = jsonl(*[{"question": "é", "answer": "2"}] * 2)
-    with refused("data.question", "question", " of arithmetic"):
-        build(DataConfig(path=path), tokenizer, seed=0, max_prompt_tokens=8)
 
 
 def test_the_seed_changes_the_order_of_the_training_rows_only(tokenizer: Any) -> None:

@@ -28,7 +28,6 @@ SEVERAL = [
     {"role": "user", "content": "2+2="},
     {"role": "assistant", "content": "4"},
 ]
-QWEN3 = TEMPLATES / "qwen3.jinja"
 
 
 @pytest.fixture(scope="module")
@@ -77,32 +76,6 @@ def test_every_reply_of_a_conversation_is_imitated_with_the_token_that_ends_it(
     assert bool(sequence.sampled[len(prompt.token_ids)])
 
 
-def test_a_question_with_an_answer_is_a_conversation_of_two_messages(
-    tokenizer_of: Callable[[Path], Any], tiny_model: Path, jsonl: Callable[..., str]
-) -> None:
-    tokenizer = tokenizer_of(QWEN3)
-    fields = replace(CHAT, question="question", answer_after="####")
-    row = {"question": "12+34=", "answer": "Add. #### 46"}
-    (prompt,) = prompts_of(fields, jsonl(row), tokenizer)
-    assert (prompt.answer, prompt.reply) == ("46", {"role": "assistant", "content": "Add. #### 46"})
-    (sequence,) = demonstrator(tokenizer, tiny_model, fields).sequences([prompt])
-    assert imitated(sequence, tokenizer) == ["Add. #### 46<|im_end|>"]
-
-
-def test_messages_of_a_prompt_and_of_its_completion_are_one_conversation(
-    tiny_model: Path, tokenizer_of: Callable[[Path], Any], jsonl: Callable[..., str]
-) -> None:
-    """TRL's rows for supervised fine-tuning."""
-    tokenizer = tokenizer_of(QWEN3)
-    config = replace(CHAT, question="prompt", answer="completion")
-    (joined,) = prompts_of(CHAT, jsonl({"messages": SEVERAL[:3]}), tokenizer)
-    row = {"prompt": SEVERAL[:2], "completion": SEVERAL[2:3]}
-    (split,) = prompts_of(config, jsonl(row), tokenizer)
-    assert (split.messages, split.reply, split.answer) == (joined.messages, joined.reply, "2")
-    made = demonstrator(tokenizer, tiny_model, config)
-    assert [imitated(each, tokenizer) for each in made.sequences([split])] == [["2<|im_end|>"]]
-
-
 def test_plain_rows_are_imitated_up_to_the_end_of_the_text(tiny_model: Path, jsonl: Callable[..., str]) -> None:
     tokenizer = load_tokenizer(tiny_model)
     config = DataConfig(name="mine")
@@ -135,20 +108,6 @@ def test_a_rows_tools_are_rendered_in_prompts_and_demonstrations(
     (reply,) = imitated(sequence, tokenizer)
     assert "<tool_call>" in reply
     assert reply.endswith("</tool_call><|im_end|>") or reply.endswith("</tool_call>\n<|im_end|>")
-
-
-@pytest.mark.parametrize("tools", [{}, {"tools": "add"}, {"tools": ["add"]}, {"tools": 1}])
-def test_what_is_no_list_of_tools_is_refused_with_its_row(
-    tools: dict[str, Any], tokenizer_of: Callable[[Path], Any], jsonl: Callable[..., str]
-) -> None:
-    with refused("data.tools", "tools", "row 1 of"):
-        prompts_of(replace(CHAT, tools="tools"), jsonl({"messages": TURN, **tools}), tokenizer_of(QWEN3))
-
-
-def test_the_answers_of_generated_problems_are_replies_also_of_held_out_ones() -> None:
-    loaded = rows.load(DataConfig(), replies=True)
-    for each in (*loaded.train, *loaded.evals["eval"]):
-        assert each.reply == {"role": "assistant", "content": each.answer}
 
 
 def test_long_demonstrations_are_cut_and_counted(tiny_model: Path, jsonl: Callable[..., str]) -> None:
@@ -190,15 +149,6 @@ def test_the_stream_drops_and_counts_demonstrations_with_a_long_prompt(
     stream = DemonstrationStream(of, rows.demonstrations(config), per_step=1, seed=4, max_prompt_tokens=5)
     assert stream.dropped == 1
     assert [prompt.question for prompt in stream.prompts] == ["1+1="]
-
-
-def test_a_demonstration_has_the_context_of_a_training_row(jsonl: Callable[..., str]) -> None:
-    """A reply to a question without its tests would be imitated."""
-    path = jsonl({"question": "Write f", "tests": ["assert f()"], "answer": "def f(): ..."})
-    config = DataConfig(name="mine", path=path, eval_path=path, demonstrations=path, context="tests")
-    (asked,) = {row.question for row in rows.load(config).train}
-    (imitated,) = {row.question for row in rows.demonstrations(config)}
-    assert asked == imitated == "Write f\n\nassert f()"
 
 
 @pytest.mark.parametrize(
@@ -272,21 +222,6 @@ def test_the_reasoning_of_a_reply_is_imitated_whatever_its_field(
         imitated_of(messages, "deepseek_r1_distill.jinja", tmp_path, jsonl, thinking=True)
 
 
-def test_an_earlier_reply_that_loses_its_reasoning_is_read_and_not_imitated(
-    tmp_path: Path, jsonl: Callable[..., str]
-) -> None:
-    messages: list[dict[str, Any]] = [ASK, {"role": "assistant", "content": f"{THOUGHT}2"}] * 2
-    assert imitated_of(messages, "qwen3.jinja", tmp_path, jsonl, thinking=True) == [f"{THOUGHT}2<|im_end|>"]
-
-
-def test_what_follows_the_last_reply_that_is_trained_on_does_not_change_it(
-    tmp_path: Path, jsonl: Callable[..., str]
-) -> None:
-    said: dict[str, Any] = {"role": "assistant", "content": f"{THOUGHT}2"}
-    messages = [ASK, said, ASK, {**said, "train": False}]
-    assert imitated_of(messages, "qwen3.jinja", tmp_path, jsonl, thinking=True) == [f"{THOUGHT}2<|im_end|>"]
-
-
 def test_a_call_that_the_template_leaves_out_is_refused(tmp_path: Path, jsonl: Callable[..., str]) -> None:
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
     messages: list[dict[str, Any]] = [ASK, {"role": "assistant", "content": "I ask.", "tool_calls": [call]}]
@@ -316,3 +251,32 @@ def test_replies_are_imitated_as_their_flags_say(flag: str, tmp_path: Path, json
 def test_the_last_reply_alone_is_imitated_where_the_run_says_so(tmp_path: Path, jsonl: Callable[..., str]) -> None:
     messages = [ASK, {"role": "assistant", "content": "2"}, ASK, {"role": "assistant", "content": "two"}]
     assert imitated_of(messages, "qwen3.jinja", tmp_path, jsonl, last_reply_only=True) == ["two<|im_end|>"]
+
+
+QWEN3 = TEMPLATES / "qwen3.jinja"
+
+
+def test_a_question_with_an_answer_is_a_conversation_of_two_messages(
+    tokenizer_of: Callable[[Path], Any], tiny_model: Path, jsonl: Callable[..., str]
+) -> None:
+    tokenizer = tokenizer_of(QWEN3)
+    fields = replace(CHAT, question="question", answer_after="####")
+    row = {"question": "12+34=", "answer": "Add. #### 46"}
+    (prompt,) = prompts_of(fields, jsonl(row), tokenizer)
+    assert (prompt.answer, prompt.reply) == ("46", {"role": "assistant", "content": "Add. #### 46"})
+    (sequence,) = demonstrator(tokenizer, tiny_model, fields).sequences([prompt])
+    assert imitated(sequence, tokenizer) == ["Add. #### 46<|im_end|>"]
+
+
+def test_messages_of_a_prompt_and_of_its_completion_are_one_conversation(
+    tiny_model: Path, tokenizer_of: Callable[[Path], Any], jsonl: Callable[..., str]
+) -> None:
+    """TRL's rows for supervised fine-tuning."""
+    tokenizer = tokenizer_of(QWEN3)
+    config = replace(CHAT, question="prompt", answer="completion")
+    (joined,) = prompts_of(CHAT, jsonl({"messages": SEVERAL[:3]}), tokenizer)
+    row = {"prompt": SEVERAL[:2], "completion": SEVERAL[2:3]}
+    (split,) = prompts_of(config, jsonl(row), tokenizer)
+    assert (split.messages, split.reply, split.answer) == (joined.messages, joined.reply, "2")
+    made = demonstrator(tokenizer, tiny_model, config)
+    assert [imitated(each, tokenizer) for each in made.sequences([split])] == [["2<|im_end|>"]]

@@ -13,14 +13,12 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from app.config.data import DataConfig, EvalSetConfig, Template
+from app.config.data import DataConfig, Template
 from app.data import rows
 from app.data.build import PromptData, build, rendering_warnings
-from app.data.cursor import PromptCursor
 from app.model.hf_directory import load_tokenizer
 from app.types import Prompt
 from tests.byte_level import write_tokenizer
-from tests.compose import composed, problems_of
 from tests.environment.qwen import write_model
 from tests.refusals import refused
 
@@ -46,7 +44,6 @@ CONVERSATIONS = {
 
 
 def tokenizer_of(family: str, folder: Path) -> Any:
-    from transformers import PreTrainedTokenizerFast
 
     template = (write_model(folder, family) / "chat_template.jinja").read_text()
     return PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), chat_template=template)
@@ -105,17 +102,6 @@ def test_a_reward_gets_the_last_messages_text_and_all_messages(stored: str, mode
     assert [len(prompt.row["prompt"]) for prompt in found] == [1, 2, 4, 3]
 
 
-def test_a_conversation_of_one_message_is_the_prompt_of_its_text(jsonl: Jsonl, model: Any) -> None:
-    records = [{"prompt": [user(f"{number}+1=")], "text": f"{number}+1=", "answer": "2"} for number in range(3)]
-    path = jsonl(*records)
-    frame = {"system": "Add.", "prefix": "Q: ", "suffix": "?"}
-    messages = prompts(config_of(path, **frame), model)
-    texts = prompts(config_of(path, question="text", **frame), model)
-    assert [each.token_ids.tolist() for each in messages] == [each.token_ids.tolist() for each in texts]
-    assert messages[0].messages == ({"role": "system", "content": "Add."}, user("Q: 0+1=?"))
-    assert texts[0].messages == ()
-
-
 def test_text_of_the_data_stands_around_the_last_question(jsonl: Jsonl, model: Any) -> None:
     path = jsonl(*[{"prompt": messages, "answer": "2"} for messages in CONVERSATIONS.values()])
     *_, turns, tools = prompts(config_of(path, suffix=" Reply with a number."), model)
@@ -150,12 +136,6 @@ def test_messages_that_cannot_be_a_prompt_are_refused_with_their_row(
         rows.load(config_of(path))
 
 
-def test_a_tool_may_return_nothing(jsonl: Jsonl) -> None:
-    path = jsonl({"prompt": [user("q"), {"role": "tool", "content": ""}], "answer": "a"})
-    (row,) = rows.load(config_of(path, eval_path=path)).train
-    assert row.question == ""
-
-
 FORMS = {
     "json text": (json.dumps([SYSTEM, user("1+1=")]), "prompt", (SYSTEM, user("1+1="))),
     "sharegpt": ([{"from": "human", "value": "1+1="}], "prompt", (user("1+1="),)),
@@ -181,21 +161,6 @@ def test_messages_are_read_in_every_form_from_files_and_functions(
     assert (row.question, row.answer, row.messages) == ("1+1=", "2", messages)
 
 
-@pytest.mark.parametrize("field", ["prompt.0.content", "prompt.1.content", "prompt.0.role"])
-def test_one_of_several_messages_is_not_a_question(jsonl: Jsonl, field: str) -> None:
-    path = jsonl({"prompt": [SYSTEM, user("1+1=")], "answer": "2"})
-    with refused("data.question", field, "give prompt,", "row 1 of"):
-        rows.load(config_of(path, question=field))
-
-
-def test_messages_are_checked_and_a_reward_is_tried_on_them_before_a_run(jsonl: Jsonl) -> None:
-    path = jsonl(*[{"prompt": [SYSTEM, user("1+1=")], "answer": "2"}] * 2)
-    line = [f"data.path={path}", "data.question=prompt", "data.template=chat"]
-    assert problems_of(*line, "reward._target_=tests.reward.broken.reads_messages") == {}
-    for wrong in ("data.template=plain", "data.system=Add."):
-        assert wrong in problems_of(*line, wrong)["data"]
-
-
 @pytest.mark.parametrize(("family", "key"), [("qwen3", "data.question"), ("qwen3.5", "data.template")])
 def test_a_message_that_the_template_leaves_out_or_rejects_is_refused(
     jsonl: Jsonl, family: str, key: str, tmp_path: Path
@@ -204,48 +169,6 @@ def test_a_message_that_the_template_leaves_out_or_rejects_is_refused(
     path = jsonl(*[{"prompt": messages, "answer": "2"}] * 2)
     with refused(key, None, "row 1 of"):
         prompts(config_of(path), tokenizer_of(family, tmp_path / "model"))
-
-
-def test_conversations_are_the_same_if_all_of_their_messages_are(jsonl: Jsonl) -> None:
-    last = user("And now?")
-    first, second = ([user(text), {"role": "assistant", "content": "2"}, last] for text in ("1+1=", "3-1="))
-    train = jsonl(*[{"prompt": each, "answer": "2"} for each in (first, first)])
-    other = jsonl({"prompt": second, "answer": "2"}, name="other.jsonl")
-    alone = jsonl({"prompt": [last], "answer": "2"}, name="alone.jsonl")
-
-    def overlaps(**sets: str) -> int:
-        evaluated = {name: EvalSetConfig(path=path) for name, path in sets.items()}
-        loaded = rows.load(config_of(train, distinct=True, eval_sets=evaluated))
-        assert len(loaded.train) == 1
-        return len(loaded.warnings)
-
-    assert overlaps(other=other, alone=alone) == 0
-    assert overlaps(same=train) == 1
-
-
-@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_a_column_of_images_is_said_to_be_unused(jsonl: Jsonl, tmp_path: Path, kind: str) -> None:
-    record = {"prompt": [user("What is on it?")], "answer": "2"}
-    path = jsonl(*[{**record, "images": ["a.png"]}] * 3)
-    if kind == "parquet":
-        path = str(tmp_path / "rows.parquet")
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{**record, "images": [{"bytes": b"PNG"}]}] * 3), path)
-    (warning,) = [each for each in rows.load(config_of(path)).warnings if "not used" in each]
-    assert path in warning
-    assert "images" in warning
-
-
-def test_rows_without_an_answer_need_a_reward_of_ones_own(jsonl: Jsonl) -> None:
-    path = jsonl(*[{"prompt": [user("1+1=")]}] * 2)
-    assert rows.load(config_of(path, answer=None)).train[0].answer == ""
-
-    line = ["model=hf", "model.path=me/model", "data=rows", f"data.path={path}", "data.answer=null"]
-    with refused("data.answer", "null", "a field of the rows"):
-        composed(*line, "reward=math")
-    composed(*line, "environment._target_=my_envs.Guess", "reward=environment")
-    composed(*line, "reward._target_=my_rewards.brief")
-    with refused("data.answer_after"):
-        composed(*line, "reward._target_=my_rewards.brief", "data.answer_after=x")
 
 
 # --- forms of rows
@@ -307,16 +230,6 @@ def with_template(model: Any, template: str) -> Any:
     return found
 
 
-def test_a_result_that_the_template_writes_as_json_is_no_message_that_it_leaves_out(jsonl: Jsonl, model: Any) -> None:
-    """As Llama 3.1 does."""
-    tokenizer = with_template(
-        model, CHATML.replace("TEXT", "message.content | tojson if message.role == 'tool' else message.content")
-    )
-    row = {"prompt": [user("Look."), {"role": "tool", "content": 'two\n"lines"'}], "answer": "x"}
-    found, _ = prompts(config_of(jsonl(row, row)), tokenizer)
-    assert json.dumps('two\n"lines"') in tokenizer.decode(found.token_ids)
-
-
 @pytest.mark.parametrize(
     ("lost", "text"),
     [
@@ -349,6 +262,30 @@ def test_control_tokens_that_a_text_spells_stay_text(role: str, jsonl: Jsonl, tm
     )
 
 
+# --- variables of the template
+
+
+def test_variables_of_the_template_are_those_of_the_row_else_those_of_the_run(jsonl: Jsonl, model: Any) -> None:
+    tokenizer = with_template(model, "{{ effort }} {{ enable_thinking }} " + CHATML.replace("TEXT", "message.content"))
+    kwargs = [{}, {"effort": "high"}, '{"enable_thinking": true}']
+    rows = [{"prompt": [user("q")], "answer": "x", "chat_template_kwargs": each} for each in kwargs]
+    path = jsonl(*rows)
+    config = config_of(path, eval_path=path, chat_template_kwargs={"effort": "low"})
+    data = build(config, tokenizer, seed=0, max_prompt_tokens=1000)
+    begins = [tokenizer.decode(each.token_ids).partition(" <|im")[0] for each in data.evals["eval"]]
+    assert begins == ["low False", "high False", "low True"]
+
+
+# --- a resume compares what rows say
+
+
+@pytest.mark.parametrize("field", ["prompt.0.content", "prompt.1.content", "prompt.0.role"])
+def test_one_of_several_messages_is_not_a_question(jsonl: Jsonl, field: str) -> None:
+    path = jsonl({"prompt": [SYSTEM, user("1+1=")], "answer": "2"})
+    with refused("data.question", field, "give prompt,", "row 1 of"):
+        rows.load(config_of(path, question=field))
+
+
 def test_a_control_token_that_cannot_stay_text_is_named_with_its_row(jsonl: Jsonl) -> None:
     """The tokenizer puts a space before each text that it encodes, so a token cannot be cut."""
     letters = {chr(code): code for code in range(33, 127)}
@@ -375,39 +312,7 @@ def test_fields_of_messages_that_nothing_reads_are_named(jsonl: Jsonl, model: An
     assert rendering_warnings(prompts(config, read), config, read) == []
 
 
-# --- variables of the template
-
-
-def test_variables_of_the_template_are_those_of_the_row_else_those_of_the_run(jsonl: Jsonl, model: Any) -> None:
-    tokenizer = with_template(model, "{{ effort }} {{ enable_thinking }} " + CHATML.replace("TEXT", "message.content"))
-    kwargs = [{}, {"effort": "high"}, '{"enable_thinking": true}']
-    rows = [{"prompt": [user("q")], "answer": "x", "chat_template_kwargs": each} for each in kwargs]
-    path = jsonl(*rows)
-    config = config_of(path, eval_path=path, chat_template_kwargs={"effort": "low"})
-    data = build(config, tokenizer, seed=0, max_prompt_tokens=1000)
-    begins = [tokenizer.decode(each.token_ids).partition(" <|im")[0] for each in data.evals["eval"]]
-    assert begins == ["low False", "high False", "low True"]
-
-
 @pytest.mark.parametrize("own", [3, [1], {"messages": []}, "text"])
 def test_what_are_no_variables_of_a_template_is_refused(own: Any, jsonl: Jsonl) -> None:
     with refused("data.chat_template_kwargs", None, "row 1 of"):
         rows.load(config_of(jsonl({"prompt": [user("q")], "answer": "x", "chat_template_kwargs": own})))
-
-
-# --- a resume compares what rows say
-
-
-def test_a_template_that_writes_the_date_is_resumed_on_the_next_day(jsonl: Jsonl, model: Any) -> None:
-    rows = [{"prompt": [user(f"{number}+1=")], "answer": "x"} for number in range(6)]
-    config = config_of(jsonl(*rows))
-
-    def cursor(day: str, config: DataConfig = config) -> PromptCursor:
-        tokenizer = with_template(model, day + CHATML.replace("TEXT", "message.content"))
-        return build(config, tokenizer, seed=0, max_prompt_tokens=1000).train
-
-    saved = cursor("25 November").state()
-    cursor("26 November").restore(saved)
-    rows[2]["prompt"] = [user("changed")]
-    with refused("data", ""):
-        cursor("25 November", config_of(jsonl(*rows))).restore(saved)

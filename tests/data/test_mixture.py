@@ -7,11 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.config.data import DataConfig, EvalSetConfig, TrainSetConfig
+from app.config.data import DataConfig, TrainSetConfig
 from app.data.build import build
 from app.data.cursor import PromptCursor
 from app.types import Prompt
@@ -71,14 +70,6 @@ def test_other_weights_do_not_match_a_checkpoint() -> None:
         cursor({**WEIGHTS, "a": 3.0}).restore(state)
 
 
-def test_ids_of_another_set_are_unknown() -> None:
-    stream = cursor()
-    stream.take(3)
-    for wrong in ("d/0@0", "a/99@0", "a"):
-        with pytest.raises(KeyError):
-            stream.prompt(wrong)
-
-
 def config_of(jsonl: Callable[..., str], **more: Any) -> DataConfig:
     easy = jsonl(*[{"question": f"{n}", "answer": "1"} for n in range(40)], name="easy.jsonl")
     hard = jsonl(*[{"question": f"{n}*", "answer": "1"} for n in range(20)], name="hard.jsonl")
@@ -100,22 +91,3 @@ def test_rows_are_held_out_of_each_training_set(jsonl: Callable[..., str], token
     assert data.counts.repeated(24) == []
     (warning,) = data.counts.repeated(32)
     assert re.search("algorithm.prompts_per_step=32 .* 24 .*data.train_sets.hard.* 18 ", warning)
-
-
-def test_a_set_whose_prompts_are_all_too_long_is_refused(jsonl: Callable[..., str], tokenizer: Any) -> None:
-    long = jsonl({"question": "123456", "answer": "1"}, name="long.jsonl")
-    config = config_of(jsonl, eval_path=jsonl({"question": "1", "answer": "1"}))
-    config.train_sets["long"] = TrainSetConfig(path=long)
-    with refused("rollout.max_prompt_tokens", 4, "data.train_sets.long"):
-        build(config, tokenizer, seed=0, max_prompt_tokens=4)
-
-
-def test_evaluation_sets_stand_beside_training_sets(jsonl: Callable[..., str], tokenizer: Any) -> None:
-    mine = jsonl({"question": "99", "answer": "1"}, {"question": "7", "answer": "1"})
-    config = config_of(jsonl, eval_sets={"mine": EvalSetConfig(path=mine)})
-    data = build(config, tokenizer, seed=0, max_prompt_tokens=8)
-    assert data.counts.text == (
-        "60 training rows (easy 40 at weight 1; hard 20 at weight 3), 2 rows in evaluation set mine"
-    )
-    (warning,) = data.warnings
-    assert re.search("1 of the 2 questions .* set mine", warning)

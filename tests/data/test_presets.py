@@ -51,38 +51,6 @@ def test_a_local_file_in_mbpp_format_shows_the_tests_and_is_scored_by_them(jsonl
     assert (refused.value.key, refused.value.value) == ("data.context", "test_list")
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ["+data.eval_sets.mine.path=eval.jsonl", "data.eval_sets.mine.rows=9"],
-        ["data.eval_sets={mine: {path: eval.jsonl, rows: 9}}"],
-        ["++data.eval_sets={mine: {path: eval.jsonl, rows: 9}}"],
-    ],
-)
-def test_an_evaluation_set_can_be_added_in_every_spelling(overrides: list[str]) -> None:
-    sets = composed(*overrides).data.eval_sets
-    assert list(sets) == ["mine"]
-    assert (sets["mine"].path, sets["mine"].rows, sets["mine"].split) == ("eval.jsonl", 9, "test")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "preset"),
-    [
-        (["model=hf", "data.path=a.jsonl"], "data=rows"),
-        (["+data.train_sets.mine.path=a.jsonl", "model=qwen3_4b"], "data=rows"),
-        (["model=my_own", "data._target_=my_data.halves"], "data=rows"),
-        (["model=hf", "data=gsm8k", "data.path=a.jsonl"], None),
-        (["experiment=npu4_colocate_4b", "model=hf", "data.path=a.jsonl"], None),
-        (["model=tiny_lora", "data.path=a.jsonl"], None),
-        (["data.path=a.jsonl"], None),
-        (["model=hf", "data.eval_path=a.jsonl"], None),
-        (["model=hf", "data.question=prompt"], None),
-    ],
-)
-def test_data_of_ones_own_selects_the_preset_that_changes_nothing(arguments: list[str], preset: str | None) -> None:
-    assert with_preset(arguments) == [*([preset] if preset else []), *arguments]
-
-
 HUB = ("model=hf", "model.path=me/model")
 
 

@@ -9,7 +9,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from app.config.data import DataConfig, EvalSetConfig
+from app.config.data import DataConfig
 from app.data import rows
 from app.data.row import Row
 from tests.refusals import refused
@@ -74,23 +74,6 @@ def test_several_files_are_read_in_the_given_order_and_patterns_in_sorted_order(
     assert [row.index for row in everything([b, a])] == [0, 1]  # unique over all files
 
 
-def test_a_file_whose_name_looks_like_a_pattern_is_that_file(tmp_path: Path) -> None:
-    (tmp_path / "rows[1].jsonl").write_text(lines_of(RECORDS))
-    (tmp_path / "rows1.jsonl").write_text(lines_of(RECORDS[:2]))
-    assert len(everything(str(tmp_path / "rows[1].jsonl"))) == 3
-
-
-def test_an_error_names_the_file_and_its_row(tmp_path: Path) -> None:
-    good, bad = tmp_path / "a.jsonl", tmp_path / "b.csv"
-    good.write_text(lines_of(RECORDS))
-    bad.write_text("question,answer\nq,1\nq,\n")
-    require_refused("data.answer", "answer", f"row 2 of {bad}", path=[str(good), str(bad)])
-    bad.write_text("question,answer\nq,1\nq,1,2\n")
-    require_refused("data.path", bad, "row 2 has 3 instead of 2", path=str(bad))
-    bad.write_text("frage,answer\nq,1\n")
-    require_refused("data.question", "question", f"row 1 of {bad}", "frage, answer", path=str(bad))
-
-
 GOOD = b'{"question": "q", "answer": "a"}'
 
 
@@ -151,18 +134,3 @@ def test_one_broken_row_more_is_an_error_with_its_line(tmp_path: Path) -> None:
     require_refused("data.path", path, "line 2", path=path)
     skipped = "data.max_broken_rows=3"
     require_refused("data.answer", "answer", f"row 5 of {path}", skipped, path=path, max_broken_rows=3)
-
-
-def test_the_limit_covers_all_sets(tmp_path: Path) -> None:
-    path = broken_file(tmp_path)
-    config = DataConfig(path=path, eval_sets={"mine": EvalSetConfig(path=path)}, max_broken_rows=8)
-    assert rows.load(config).broken == 8
-    config.max_broken_rows = 7
-    with refused("data.answer", "answer"):
-        rows.load(config)
-
-
-def test_a_file_of_broken_rows_only_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text("{\n" * 5)
-    require_refused("data.path", path, "all 5 rows", path=str(path), max_broken_rows=100)

@@ -4,9 +4,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pyarrow
-import pyarrow.parquet
 import pytest
 
 from app.config.data import DataConfig, EvalSetConfig, TrainSetConfig
@@ -74,13 +71,6 @@ def test_sets_have_columns_of_their_own(jsonl: Callable[..., str]) -> None:
     assert [(row.question, row.answer) for row in loaded.evals["aime"]] == [("p", "7")]
 
 
-def test_the_subset_is_of_the_path_of_the_preset_alone() -> None:
-    sets = ["+data.train_sets.x.path=org/other", "+data.train_sets.y.path=openai/gsm8k"]
-    assert [each.subset for each in rows.sets_of(composed("data=gsm8k", *sets).data).train] == [None, "main"]
-    own = composed("data=rows", "model=qwen3_4b", "data.subset=mine", *sets)
-    assert [each.subset for each in rows.sets_of(own.data).train] == ["mine", "mine"]
-
-
 def test_a_file_instead_of_a_hub_set_holds_out_rows_for_its_splits_and_warns_once(jsonl: Callable[..., str]) -> None:
     config = DataConfig(
         name="gsm8k", path=jsonl(*additions(20)), subset="main", eval_sets={"test": EvalSetConfig(split="test")}
@@ -105,26 +95,6 @@ def test_an_evaluation_path_replaces_held_out_rows_and_the_sets_of_a_preset(json
         rows.load(config)
 
 
-def test_a_warning_of_held_out_rows_that_repeat_training_rows_names_distinct(jsonl: Callable[..., str]) -> None:
-    path = jsonl(*additions(1) * 20)
-    (warning,) = rows.load(DataConfig(path=path)).warnings
-    assert "data.distinct=true" in warning
-    repeated = jsonl(*[{"question": "1+1=", "answer": str(n)} for n in range(20)])
-    (warning,) = rows.load(DataConfig(path=repeated, distinct=True)).warnings
-    assert "data.distinct" not in warning
-
-
-def test_a_folder_is_loaded_as_a_hub_data_set_with_splits_or_refused(tmp_path: Path) -> None:
-    pytest.importorskip("datasets")
-    for split, count in (("train", 5), ("test", 2)):
-        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in additions(count)))
-    loaded = rows.load(DataConfig(path=str(tmp_path), eval_sets={"test": EvalSetConfig(split="test")}))
-    assert (len(loaded.train), len(loaded.evals["test"])) == (5, 2)
-    assert loaded.train[4].answer == "5"
-    with refused("data.path", tmp_path, "split validation"):
-        load(path=str(tmp_path), split="validation")
-
-
 @pytest.mark.parametrize(
     ("name", "pattern", "first"),
     [("arithmetic", r"[0-9]+\+[0-9]+=", "30+47="), ("products", r"[1-9]\d\*[1-9]\d=", "86*87=")],
@@ -143,19 +113,6 @@ def test_generated_problems_are_right_different_and_the_same_for_every_run(name:
 # Rejected data
 
 GOOD = {"question": "q", "answer": "a"}
-
-
-def test_a_parquet_file_without_rows_or_with_broken_text_is_rejected(tmp_path: Path) -> None:
-    path = tmp_path / "rows.parquet"
-    pyarrow.parquet.write_table(pyarrow.table({"question": [], "answer": []}), path)
-    with refused("data.path", path, "empty"):
-        load(path=str(path))
-
-    offsets = np.array([0, 1, 3], np.int32)
-    not_utf8 = pyarrow.Array.from_buffers(pyarrow.string(), 2, [None, *map(pyarrow.py_buffer, (offsets, b"a\xff\xfe"))])
-    pyarrow.parquet.write_table(pyarrow.table({"question": ["p", "q"], "answer": not_utf8}), path)
-    with refused("data.path", path, "'utf-8' codec"):
-        load(path=str(path))
 
 
 NESTED = {"prompt": [{"content": "q"}], "answer": "a"}
@@ -187,9 +144,23 @@ def test_a_row_without_usable_text_is_rejected_with_its_field_and_number(
         load(path=path, **settings)
 
 
-def test_a_letter_that_json_writes_as_a_pair_is_no_surrogate(jsonl: Callable[..., str]) -> None:
-    pair = {**GOOD, "answer": "a \U0001d54f"}
-    assert load(path=jsonl(pair, pair)).train[0].answer == "a \U0001d54f"
+def test_the_tasks_of_an_environment_are_rows_and_may_be_blank() -> None:
+    tasks = [{"index": n, "id": f"task {n}", "question": "", "answer": ""} for n in range(10)]
+    loaded = rows.load(DataConfig(name="environment"), tasks=tasks)
+    assert [row.index for row in loaded.evals["eval"]] == [row.columns["index"] for row in loaded.evals["eval"]]
+    assert sorted(row.columns["index"] for row in [*loaded.train, *loaded.evals["eval"]]) == list(range(10))
+    assert {(row.source, row.question, row.answer) for row in loaded.train} == {("environment", "", "")}
+
+
+def test_a_folder_is_loaded_as_a_hub_data_set_with_splits_or_refused(tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    for split, count in (("train", 5), ("test", 2)):
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in additions(count)))
+    loaded = rows.load(DataConfig(path=str(tmp_path), eval_sets={"test": EvalSetConfig(split="test")}))
+    assert (len(loaded.train), len(loaded.evals["test"])) == (5, 2)
+    assert loaded.train[4].answer == "5"
+    with refused("data.path", tmp_path, "split validation"):
+        load(path=str(tmp_path), split="validation")
 
 
 def test_one_row_is_too_few_if_some_are_held_out(jsonl: Callable[..., str]) -> None:
@@ -199,37 +170,3 @@ def test_one_row_is_too_few_if_some_are_held_out(jsonl: Callable[..., str]) -> N
     other = jsonl(*additions(3), name="other.jsonl")
     loaded = load(path=path, eval_sets={"other": EvalSetConfig(path=other)})
     assert (len(loaded.train), len(loaded.evals["other"])) == (1, 3)
-
-
-def test_an_error_in_an_evaluation_set_names_its_key_or_its_row(jsonl: Callable[..., str]) -> None:
-    train, other = jsonl(*additions(3)), jsonl({"problem": "p"}, name="other.jsonl")
-    with refused("data.eval_sets.aime.path", "missing.parquet"):
-        load(path=train, eval_sets={"aime": EvalSetConfig(path="missing.parquet")})
-    with refused("data.question", "question", f"row 1 of {other}"):
-        load(path=train, eval_sets={"aime": EvalSetConfig(path=other)})
-    with refused("data.eval_sets.aime.question", "text", f"row 1 of {other}"):
-        load(path=train, eval_sets={"aime": EvalSetConfig(path=other, question="text")})
-    with refused("data.train_sets.b.answer", "solution", f"row 2 of {train}"):
-        load(train_sets={"b": TrainSetConfig(path=train, answer="solution")}, max_broken_rows=1)
-
-
-def test_the_tasks_of_an_environment_are_rows_and_may_be_blank() -> None:
-    tasks = [{"index": n, "id": f"task {n}", "question": "", "answer": ""} for n in range(10)]
-    loaded = rows.load(DataConfig(name="environment"), tasks=tasks)
-    assert [row.index for row in loaded.evals["eval"]] == [row.columns["index"] for row in loaded.evals["eval"]]
-    assert sorted(row.columns["index"] for row in [*loaded.train, *loaded.evals["eval"]]) == list(range(10))
-    assert {(row.source, row.question, row.answer) for row in loaded.train} == {("environment", "", "")}
-
-
-@pytest.mark.parametrize(
-    ("tasks", "key", "named"),
-    [
-        ([], "data.name", "empty"),
-        ([GOOD, {"question": "a"}], "data.answer", "row 2 of the tasks of the environment"),
-        ([GOOD], "data.name", "at least 2 tasks"),
-    ],
-    ids=["none", "no rows", "one"],
-)
-def test_tasks_that_are_no_rows_are_refused_without_a_file(tasks: list[Any], key: str, named: str) -> None:
-    with refused(key, None, named):
-        rows.load(DataConfig(name="environment"), tasks=tasks)

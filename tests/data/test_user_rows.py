@@ -45,32 +45,6 @@ def test_a_function_in_the_working_directory_yields_the_rows(module: Callable[[s
     assert first.row == {"question": "0+1=", "answer": 1, "level": "easy"}
 
 
-def test_a_returned_list_and_a_class_work_too(module: Callable[[str], str]) -> None:
-    name = module(
-        "ROWS = [{'question': 'q', 'answer': 'a'}] * 4\n"
-        "def listed():\n    return ROWS\n"
-        "class Rows:\n    def __iter__(self):\n        return iter(ROWS)\n"
-    )
-    for target in ("listed", "Rows"):
-        assert len(rows.load(DataConfig(_target_=f"{name}.{target}")).train) == 3
-
-
-def test_values_of_numpy_become_json_values_and_bytes_are_left_out(
-    module: Callable[[str], str], tokenizer: Any
-) -> None:
-    name = module(
-        "import numpy as np\n"
-        "def rows():\n"
-        "    row = {'question': 'q', 'answer': np.int64(7), 'scores': np.array([0.5, 1]), 'p': np.float64(0.25)}\n"
-        "    return [{**row, 3: True, 'image': b'PNG'}] * 2\n"
-    )
-    data = build(DataConfig(_target_=f"{name}.rows"), tokenizer, seed=0, max_prompt_tokens=16)
-    prompt = next(data.train)
-    assert prompt.answer == "7"
-    assert prompt.row == {"question": "q", "answer": 7, "scores": [0.5, 1.0], "p": 0.25, "3": True}
-    assert [type(value) for value in prompt.row.values()] == [str, int, list, float, bool]
-
-
 def test_every_failure_is_refused_with_its_place(
     module: Callable[[str], str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

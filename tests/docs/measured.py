@@ -58,24 +58,10 @@ def rounds_of(result: Result) -> int:
 
 def claims() -> str:
     """The small benchmarks, a line each."""
-    delta, link, sync, memory, controller, start, code = (
-        load(stem) for stem in ("delta", "link", "weight_sync", "memory", "controller", "start", "code")
-    )
+    sync, memory = load("weight_sync"), load("memory")
     sync_s = {name: number(value, ".2f") for name, value in sync["seconds"].items()}
-    link_s = {mode: number(value, ".2f") for mode, value in link["seconds"].items()}
     heads = {each["vocabulary"]: each for each in memory["table"] if each["tokens"] == 2048}
     lines = [
-        (
-            "delta",
-            "delta sync vs. full sync on one machine: 596 M parameters, lr 1e-6",
-            f"{number(delta['bytes_over_full'], '.3f')} of the bytes; "
-            f"{number(delta['seconds_over_full'], '.2f')} of the time",
-        ),
-        (
-            "link",
-            "the same over a link of 1 Gbit/s between two network namespaces, seconds",
-            f"full {link_s['full']}; delta {link_s['delta']}: {number(link['seconds_over_full'], '.3f')} of the time",
-        ),
         (
             "weight_sync",
             "sync of 1.19 GB to one engine, seconds",
@@ -89,22 +75,6 @@ def claims() -> str:
                 f"vocabulary {size:,}: {number(each['chunked_mib'], ',')} of {number(each['full_mib'], ',')} MiB"
                 for size, each in heads.items()
             ),
-        ),
-        (
-            "controller",
-            "driver CPU per completion of 8,000 tokens, 1,000 simulated engines",
-            f"{number(controller['driver_cpu_us_per_completion'], '.0f')} µs of the whole process, "
-            f"{number(controller['of_them_ray'], '.0f')} µs of it Ray's",
-        ),
-        (
-            "start",
-            "`python -m app` on a CPU, seconds until the first trained step",
-            number(start["run_forked"], ".1f"),
-        ),
-        (
-            "code",
-            f"`reward=code`, short programs a second through the scorer, {code['workers']} workers",
-            "; ".join(f"`{kind}` {number(value, '.0f')}" for kind, value in code["programs_per_second"].items()),
         ),
     ]
     table = header("claim", "measured", "rounds", "command")

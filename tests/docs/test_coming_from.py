@@ -51,14 +51,3 @@ def test_a_row_has_an_answer_with_settings_and_values_that_exist(row: dict[str, 
         assert set(named) <= DECLARED.keys()
     for name in row["names"].split():
         assert answer(name.replace("*", "anything"), "7") is not None
-
-
-@pytest.mark.parametrize("name", [name for row in ROWS if "write" in row for name in row["names"].split()])
-def test_the_given_value_is_kept_wherever_it_means_something_here(name: str) -> None:
-    row = next(row for row in ROWS if name in row["names"].split())
-    found = answer(name, "7.25") or ""
-    has_value = "value" in row["write"] and "values" not in row
-    assert ("7.25" in found) == has_value
-    assert (VALUE in found) == ("values" in row)
-    for theirs, ours in row.get("values", {}).items():
-        assert f"={ours}" in (answer(name, theirs) or "")

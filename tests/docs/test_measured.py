@@ -30,7 +30,7 @@ def test_every_quoted_result_says_that_the_machine_was_idle_or_is_in_virtual_tim
     for render in measured.BLOCKS.values():
         render()
 
-    assert {"trainer", "learning", "memory", "controller"} <= quoted.keys()
+    assert {"trainer", "learning", "memory"} <= quoted.keys()
     assert {stem for stem, result in quoted.items() if "busy" not in result} == {"overlap"}  # in virtual time
 
 

@@ -110,33 +110,8 @@ class Notes:
     def _private(self, x: int) -> None: ...
 
 
-class Door:
-    def open(self) -> str:
-        return "open"
-
-    async def close(self) -> None:
-        EVENTS.append("door")
-        raise OSError("it is stuck")
-
-
 class NeedsKey:
     def __init__(self, key: str) -> None: ...
-
-    def open(self) -> str:
-        return ""
-
-
-class Broken:
-    def __init__(self) -> None:
-        raise OSError("no sandbox")
-
-    def open(self) -> str:
-        return ""
-
-
-class Hanging:
-    def __init__(self) -> None:
-        RELEASE.wait(60)
 
     def open(self) -> str:
         return ""

@@ -44,17 +44,6 @@ def test_one_operation_on_two_whole_numbers_is_answered(question: str, result: s
     assert answer(question) == f"{result}\n"
 
 
-@pytest.mark.parametrize(
-    "question",
-    [
-        *["", "37", "37*", "*84", "37*84+1", "37/84", "37**84", "1.5*2", "3 7*84", "?37*84", "37*84=", "(1)*2"],
-        *["٣*٤", "1_0*2", "__import__('os')", "3*4\n5*6", "\x00", "9999999999999999999*1"],
-    ],
-)
-def test_any_other_question_is_answered_with_what_can_be_asked(question: str) -> None:
-    assert answer(question) == ERROR == "error: ask a*b, a+b or a-b\n"
-
-
 def test_a_reply_without_a_question_ends_the_episode() -> None:
     policy = played("3700", "?1+1")
     assert policy.asked == [{"messages": [], "tools": None, "max_tokens": None}]  # the prompt of the data set

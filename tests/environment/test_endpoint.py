@@ -1,7 +1,6 @@
 """The policy as an HTTP server: agents written with OpenAI's client run as they are."""
 
 import asyncio
-import io
 import json
 from typing import Any
 
@@ -10,7 +9,6 @@ import openai
 import pytest
 
 from app.environment.protocol import OutOfTokens, OutOfTurns, Reply, ToolCall
-from app.environment.worker.openai_endpoint import http_server
 from app.environment.worker.openai_endpoint.endpoint import SESSION_HEADER, Endpoint
 from tests.environment.pools import Maker, a_task, play_one, running_pool
 from tests.environment.scripted_policy import ScriptedPolicy, decode, encode
@@ -94,37 +92,6 @@ async def test_the_answer_has_usage_finish_reason_and_reasoning() -> None:
     assert policy.asked[0]["messages"] == asking("hi you")
 
 
-async def test_calls_that_could_not_be_read_are_not_sent_but_stay_in_the_history() -> None:
-    broken = Reply("oh", tool_calls=(ToolCall("add", {}, "the call was not closed"),))
-    policy = ScriptedPolicy([broken, Reply("done")])
-
-    async with client_of(policy) as client:
-        messages = asking("x")
-        first = await client.chat.completions.create(model="m", messages=messages, tools=[ADD])
-        assert first.choices[0].message.tool_calls is None
-        messages += [{"role": "assistant", "content": "oh"}, {"role": "user", "content": "again"}]
-        await client.chat.completions.create(model="m", messages=messages)
-    assert policy.asked[1]["messages"][1] == broken.message
-
-
-@pytest.mark.parametrize(
-    ("sent", "meant"),
-    [({"reasoning_content": "first"}, "first"), ({"reasoning_content": "second"}, "second"), ({}, "second")],
-)
-async def test_a_sample_that_is_sent_back_is_the_one_with_its_reasoning_else_the_latest(
-    sent: dict[str, str], meant: str
-) -> None:
-    policy = ScriptedPolicy([Reply("yes", reasoning="first"), Reply("yes", reasoning="second"), Reply("end")])
-
-    async with client_of(policy) as client:
-        messages = asking("x")
-        for _ in range(2):
-            await client.chat.completions.create(model="m", messages=messages)
-        messages += [{"role": "assistant", "content": "yes", **sent}, {"role": "user", "content": "sure?"}]
-        await client.chat.completions.create(model="m", messages=messages)
-    assert policy.asked[2]["messages"][1]["reasoning_content"] == meant
-
-
 @pytest.mark.parametrize(
     ("limit", "code"), [(OutOfTokens(), "context_length_exceeded"), (OutOfTurns(), "episode_over")]
 )
@@ -139,15 +106,6 @@ async def test_a_limit_of_the_episode_is_a_bad_request_that_the_client_does_not_
             await client.chat.completions.create(model="m", messages=asking("x"))
     assert caught.value.code == code
     assert connection.over is limit
-    assert len(policy.asked) == 1
-
-
-async def test_an_error_of_the_policy_is_not_repeated_either() -> None:
-    policy = ScriptedPolicy([RuntimeError("no renderer"), Reply("never")])
-
-    async with client_of(policy) as client:
-        with pytest.raises(openai.InternalServerError, match="RuntimeError: no renderer"):
-            await client.chat.completions.create(model="m", messages=asking("x"))
     assert len(policy.asked) == 1
 
 
@@ -175,16 +133,6 @@ async def test_what_is_not_served_is_refused_by_name(asked: dict[str, Any], name
             await client.chat.completions.create(**{"model": "m", "messages": asking("x"), **asked})
     assert named in caught.value.message
     assert policy.asked == []
-
-
-async def test_sampling_settings_of_an_agent_are_ignored_with_one_warning_each() -> None:
-    warnings: list[str] = []
-
-    endpoint = listening(warnings)
-    for _ in range(2):
-        await tool_agent(endpoint.open(ScriptedPolicy([Reply("a")])).url, "x")
-    (warning,) = warnings
-    assert warning.startswith("The agent's temperature has no effect")
 
 
 async def test_generate_takes_and_gives_token_ids_as_vllm_does() -> None:
@@ -273,33 +221,6 @@ async def test_a_request_in_flight_ends_with_its_episode() -> None:
         endpoint.shut(connection)
         answer = await request
         assert (answer.status, await _message(answer)) == (404, "The episode is over.")
-
-
-async def test_other_routes_are_refused_and_large_or_broken_requests_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "BODY_BYTES", 1 << 20)
-
-    url = listening().open(ScriptedPolicy([])).url
-    async with aiohttp.ClientSession() as session:
-        for route, body, status in (
-            ("/responses", b"{}", 404),
-            ("/chat/completions", b"[" * 100_000, 400),
-            ("/chat/completions", b"[]", 400),
-            ("/chat/completions", b"x" * (2 << 20), 413),
-        ):
-            async with session.post(url + route, data=io.BytesIO(body)) as answer:
-                assert (answer.status, bool(await _message(answer))) == (status, True)
-
-    host, port = url.split("/")[2].split(":")
-    for bytes_sent, line in [
-        (b"hello\r\n\r\n", b"400"),
-        (b"GET / HTTP/1.1\r\nx: " + b"a" * (1 << 18) + b"\r\n\r\n", b"431"),
-        (b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n", b"411"),
-        (b"POST / HTTP/1.1\r\ncontent-length: -1\r\n\r\n", b"400"),
-    ]:
-        reader, writer = await asyncio.open_connection(host, int(port))
-        writer.write(bytes_sent)
-        assert (await reader.readline()).split()[1] == line
-        writer.close()
 
 
 AGENTS = """

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from app.environment import tools as tool_environment
 from app.environment.rendering import renderer_for
 from app.environment.rendering.agreement import first_difference
 from app.environment.rendering.chat import ChatRenderer
@@ -29,7 +28,6 @@ NEXT = {"role": "user", "content": "And 4?\n\n"}
 RESULT = {"role": "tool", "content": '{"sum": 3}'}
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
 WITH_TOOLS = [name for name, family in FAMILIES.items() if family.call]
-WITHOUT_TOOLS = [name for name, family in FAMILIES.items() if not family.call]
 
 
 @pytest.fixture(scope="module")
@@ -95,22 +93,6 @@ def test_calls_are_read_in_the_syntax_of_the_template(models: dict[str, Path], n
     assert renderer.parse(answer, renderer.opening([QUESTION])).text == "It is 3."
 
 
-@pytest.mark.parametrize("name", WITHOUT_TOOLS)
-def test_a_template_without_tools_is_named_when_tools_are_asked_for(models: dict[str, Path], name: str) -> None:
-    renderer = renderer_of(models[name])
-    assert renderer.tool_syntax is None
-    with pytest.raises(ValueError, match=rf"chat template of {models[name]} has no known syntax of tool calls"):
-        renderer.opening([QUESTION], TOOLS)
-
-    settings = {
-        "tools": ["tests.environment.my_tools.search"],
-        "renderer": {"name": "chat", "model_path": str(models[name])},
-        "limits": {"timeout_s": 1.0},
-    }
-    with pytest.raises(ValueError, match="environment=tools is not accepted: the chat template of"):
-        tool_environment.make(settings)
-
-
 def test_a_template_that_strips_reasoning_begins_a_new_sequence(models: dict[str, Path]) -> None:
     renderer, end = renderer_of(models["r1"]), FAMILIES["r1"].stops[0]
     opening = renderer.opening([QUESTION])
@@ -137,15 +119,6 @@ def test_a_model_that_ends_replies_with_another_token_than_its_template_is_refus
     base = dataclasses.replace(FAMILIES["smollm2"], stops=("<|endoftext|>",))
     with pytest.raises(ValueError, match=r"ends a reply with <\|endoftext\|> .* writes '<\|im_end\|>"):
         renderer_for("chat", str(write_family(tmp_path, base)))
-
-
-def test_a_template_that_says_something_else_with_tools_is_a_difference(models: dict[str, Path]) -> None:
-    tokenizer = by_transformers(models["qwen2.5"])
-    source = FAMILIES["qwen2.5"].template
-    tokenizer.chat_template = {"default": source, "tool_use": source.replace("# Tools", "# My tools")}
-    difference = first_difference(renderer_of(models["qwen2.5"]), tokenizer, {"enable_thinking": False})
-    assert difference is not None
-    assert difference.startswith("a question with tools ")
 
 
 def test_a_template_has_the_variables_that_transformers_gives(tmp_path: Path) -> None:

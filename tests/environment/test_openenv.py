@@ -2,11 +2,8 @@
 
 import asyncio
 import json
-import socket
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +11,6 @@ from aiohttp import WSMsgType, web
 
 from app.environment import openenv
 from app.environment.protocol import EnvironmentFailed, OutOfTurns, Reply, Task, ToolCall
-from app.utils.user_code import LoadError
-from tests.environment.interpreters import BUILD_S
-from tests.environment.openenv_server import EchoServer, echo_server
 from tests.environment.qwen import chat_choice
 from tests.environment.scripted_policy import ScriptedPolicy
 
@@ -148,18 +142,6 @@ def test_an_episode_sums_its_rewards_and_ends_when_the_server_is_done() -> None:
     assert policy.asked[1]["tools"] is None
 
 
-@pytest.mark.parametrize("last", ["user", "tool"])
-def test_a_conversation_of_the_data_stands_before_the_first_observation(last: str) -> None:
-    earlier = [{"role": "system", "content": "You play."}, {"role": "user", "content": "Ready?"}]
-    messages = [*earlier, {"role": last, "content": TASK.question}]
-    policy = ScriptedPolicy([Reply(act(7))])
-    play(policy, Guessing(), "chat", task=replace(TASK, messages=messages))
-    opening = {"role": "user", "content": "Find the number.\n\nhigher than 0"}
-    if last == "tool":  # which stays the tool's
-        opening = {"role": "user", "content": "higher than 0"}
-    assert policy.asked[0]["messages"] == [*(earlier if last == "user" else messages), opening]
-
-
 def test_a_policy_with_tools_acts_by_a_call_and_hears_its_result() -> None:
     call = Reply("", tool_calls=(ToolCall("step", {"guess": "5"}, "ok", "c1"),))
     policy = ScriptedPolicy([call, Reply("", tool_calls=(ToolCall("step", {"guess": 7}, "ok", "c2"),))])
@@ -192,22 +174,6 @@ def test_what_is_no_action_is_an_observation_and_costs_nothing(reply: Reply, pro
     assert policy.asked[1]["messages"][-1]["content"].startswith(f"error: {problem}")
 
 
-def test_an_action_that_the_server_refuses_is_an_observation() -> None:
-    invalid = {
-        "message": "Invalid message",
-        "code": "VALIDATION_ERROR",
-        "errors": [{"loc": ["guess"], "msg": "too low"}],
-    }
-    raised = {"message": "division by zero", "code": "EXECUTION_ERROR"}
-    faults = {1: {"type": "error", "data": invalid}, 2: {"type": "error", "data": raised}}
-    policy = ScriptedPolicy([Reply(act(1)), Reply(act(2)), Reply(act(7))])
-
-    assert play(policy, Guessing(faults))["reward"] == 1.0
-    assert policy.asked[1]["messages"][-1]["content"] == "error: guess: too low"
-    assert policy.asked[2]["messages"][-1]["content"] == "error: division by zero"
-    assert policy.counts == {"tool_calls": 3.0, "tool_failures": 2.0}
-
-
 def test_a_limit_of_the_run_keeps_the_rewards_so_far() -> None:
     policy = ScriptedPolicy([Reply(act(1)), OutOfTurns()])
     guessing = Guessing()
@@ -228,75 +194,3 @@ def test_a_server_that_fails_is_a_failure_and_no_reward(fault: object, text: str
     policy = ScriptedPolicy([Reply(act(1)), Reply(act(7))])
     with pytest.raises(EnvironmentFailed, match=text):
         play(policy, Guessing({2: fault}))
-
-
-def test_a_full_server_is_asked_again_until_it_has_a_session() -> None:
-    guessing = Guessing(full=2)
-    assert play(ScriptedPolicy([Reply(act(7))]), guessing)["reward"] == 1.0
-    assert guessing.connections == 3
-
-
-def test_a_server_that_stays_full_is_a_failure_that_names_the_deadline() -> None:
-    guessing = Guessing(full=1_000_000)
-    with pytest.raises(EnvironmentFailed, match=r"no free session for 0\.4 s: it holds 1; let no more env"):
-        play(ScriptedPolicy([]), guessing, timeout_s=0.5)
-    assert guessing.connections >= 2
-
-
-async def test_a_server_that_is_gone_before_the_episode_is_a_failure() -> None:
-    async with serving(Guessing()) as url:
-        make = await asyncio.to_thread(openenv.make, settings(url))
-    with pytest.raises(EnvironmentFailed, match=r"there is no server at http://127\.0\.0\.1"):
-        await make().run(TASK, ScriptedPolicy([]))
-
-
-async def test_what_is_no_server_is_refused_in_one_sentence() -> None:
-    for url in (None, "", "127.0.0.1:8000", "ftp://x", "ws://"):
-        with pytest.raises(LoadError, match=r"is not the URL of a server: give ws://host:port$"):
-            openenv.make(settings(url))
-
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    with pytest.raises(LoadError, match=rf"^environment.url=ws://127.0.0.1:{port}/ws does not answer \(.*refused\)"):
-        openenv.make(settings(f"ws://127.0.0.1:{port}/ws"))
-
-    async def schema(_: web.Request) -> web.Response:
-        return web.json_response(answers.pop())
-
-    answers: list[Any] = [[], {"action": 3}, {"observation": {}}]
-    async with served([web.get("/schema", schema)]) as address:
-        while answers:
-            with pytest.raises(LoadError, match="is not an OpenEnv server: GET /schema has no action"):
-                await asyncio.to_thread(openenv.make, settings(f"http://{address}"))
-        with pytest.raises(LoadError, match="is not an OpenEnv server: GET /schema is 404"):
-            await asyncio.to_thread(openenv.make, settings(f"http://{address}/deeper"))
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(BUILD_S)
-def test_the_echo_environment_of_the_real_package_plays_two_episodes_in_its_one_session(tmp_path: Path) -> None:
-    says = [json.dumps({"message": text}) for text in ("hi", "hello")]
-
-    async def run(server: EchoServer) -> None:
-        make = await asyncio.to_thread(openenv.make, settings(server.url, timeout_s=50))
-        policies = [ScriptedPolicy([Reply(says[0]), Reply('{"massage": "x"}'), Reply(says[1])]) for _ in range(2)]
-        scores = await asyncio.gather(*(make().run(TASK, policy) for policy in policies))
-
-        assert [each["reward"] for each in scores] == pytest.approx([0.7, 0.7]), "0.1 a character"
-        for policy in policies:
-            heard = [message["content"] for message in policy.asked[-1]["messages"]]
-            assert '{"echoed_message": "Echo environment ready!", "message_length": 0}' in heard[0]
-            assert json.loads(heard[2])["echoed_message"] == "hi"
-            assert heard[4] == "error: the argument message is missing; it takes message (string)"
-
-        class Killing(ScriptedPolicy):
-            async def __call__(self, *args: Any, **kwargs: Any) -> Reply:
-                server.process.kill()
-                server.process.wait()
-                return await super().__call__(*args, **kwargs)
-
-        with pytest.raises(EnvironmentFailed, match=r"ended the session during step"):
-            await make().run(TASK, Killing([Reply(says[0])]))
-
-    with echo_server(tmp_path, sessions=1) as server:
-        asyncio.run(asyncio.wait_for(run(server), 200))

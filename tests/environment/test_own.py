@@ -82,14 +82,6 @@ def test_what_is_no_environment_is_refused_before_any_episode(target: str, args:
     assert str(refused.value).startswith(problem)
 
 
-def test_an_environment_without_a_score_is_refused_where_the_reward_is_its_score() -> None:
-    target = "tests.mode.own_environments.Unscored"
-    make({"target": target})
-    with pytest.raises(LoadError, match=r"it has no `score\(self\)`, which reward=environment takes"):
-        make({"target": target, "scored": True})
-    make({"target": "tests.mode.own_environments.Guess", "scored": True})
-
-
 def test_an_observation_is_text_or_messages() -> None:
     assert messages_of(None, "step") is None
     assert messages_of("x", "step") == [{"role": "user", "content": "x"}]

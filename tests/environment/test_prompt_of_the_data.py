@@ -21,7 +21,6 @@ END = "<|im_end|>"
 QUESTION = "I think of a number from 1 to 100."
 FRAMING = {"system": "You are a player.", "prefix": "Task: ", "suffix": " Reply with a number only."}
 DATA = Framing.of(FRAMING).messages(a_task(question=QUESTION))
-TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 THOUGHTS = ("let me see", "hm", "ok", "so", "well")
 REPLIES = ("50", "75", "62", "68", "65")
 Model = tuple[str, Path]  # family and directory
@@ -30,10 +29,6 @@ Model = tuple[str, Path]  # family and directory
 @pytest.fixture(scope="module", params=["qwen3", "qwen3.5"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
     return request.param, write_model(tmp_path_factory.mktemp("model"), request.param)
-
-
-def replied(number: int) -> dict[str, Any]:
-    return {"role": "assistant", "content": REPLIES[number], "reasoning_content": THOUGHTS[number]}
 
 
 def text_by_transformers(folder: Path, messages: Sequence[Message], tools: Any = None) -> str:
@@ -76,51 +71,6 @@ async def test_a_history_begins_with_the_prompt_whether_the_template_rewrites_it
     for turn, said in enumerate(["higher", "lower", "higher"]):
         expected.append(f"{expected[-1]}{thought(family, turn)}\n<|im_start|>user\n{said}{END}\n{generation}")
     assert talker.requests == [(0, text) for text in expected]
-
-
-@pytest.mark.parametrize(
-    "opening", [DATA, [DATA[0], user("Ready?"), {"role": "assistant", "content": "Yes."}, *DATA[1:]]]
-)
-async def test_an_agent_with_tools_continues_the_prompt_with_and_without_them(
-    model: Model, opening: list[Message]
-) -> None:
-    path, talker = model[1], talker_of(model, opening=opening)
-    first = await talker.policy(None, tools=[TOOL])
-    await talker.policy([first.message, user("Go on.")], tools=[TOOL])
-    await talker.policy([first.message, user("Now without.")])
-    assert [text for _, text in talker.requests] == [
-        text_by_transformers(path, opening, [TOOL]),
-        text_by_transformers(path, [*opening, replied(0), user("Go on.")], [TOOL]),
-        text_by_transformers(path, [*opening, replied(0), user("Now without.")]),
-    ]
-
-
-async def test_a_helper_reads_its_own_messages_alone(model: Model) -> None:
-    path, talker = model[1], talker_of(model)
-    first = await talker.policy(None)
-    draft = await talker.policy([user("Check it.")])
-    await talker.policy([user("Check it."), draft.message, user("Sure?")])
-    await talker.policy([{"role": "assistant", "content": "Hello."}, user("Check it.")])
-    await talker.policy([first.message, user("Go on.")])
-    assert [text for _, text in talker.requests] == [
-        text_by_transformers(path, conversation)
-        for conversation in (
-            DATA,
-            [user("Check it.")],
-            [user("Check it."), replied(1), user("Sure?")],
-            [{"role": "assistant", "content": "Hello."}, user("Check it.")],
-            [*DATA, replied(0), user("Go on.")],
-        )
-    ]
-
-
-async def test_each_of_two_samples_of_the_prompt_is_continued(model: Model) -> None:
-    path, talker = model[1], talker_of(model)
-    for reply in [await talker.policy(None), await talker.policy(None)]:
-        await talker.policy([reply.message, user("Go on.")])
-    assert [text for _, text in talker.requests[2:]] == [
-        text_by_transformers(path, [*DATA, replied(number), user("Go on.")]) for number in (0, 1)
-    ]
 
 
 PLAIN_AGENT = """

@@ -1,7 +1,5 @@
 """Rendering: sequences continue token for token, the templates' own text is the reference, and parsing never fails."""
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +9,7 @@ from hypothesis import strategies as st
 
 from app.environment.protocol import Renderer, Reply
 from app.environment.rendering import renderer_for
-from tests.environment.qwen import TEMPLATES, by_transformers, ids, tokenizer, write_model
-from tests.folders import ROOT
+from tests.environment.qwen import by_transformers, ids, tokenizer, write_model
 
 FAMILIES = ["qwen3", "qwen3.5"]
 TOOLS: list[dict[str, Any]] = [
@@ -88,21 +85,6 @@ def test_a_sequence_through_a_tool_call_is_the_templates_own_conversation(
     whole = by_transformers(models[family], [SYSTEM, QUESTION, CALLING, RESULT, RESULT], TOOLS)
     assert appended is not None
     assert sequence + appended == whole
-
-
-def test_without_the_thinking_mode_sequences_go_on_with_the_end_of_the_templates_conversation(
-    family: str, models: dict[str, Path]
-) -> None:
-    renderer = renderer_for("chat", str(models[family]), "template", False)
-    sequence = renderer.opening([QUESTION]) + ids(f"It is 3.{END}")
-    appended = renderer.following(sequence, [NEXT])
-
-    whole = by_transformers(
-        models[family], [QUESTION, {"role": "assistant", "content": "It is 3."}, NEXT], thinking=False
-    )
-    assert appended is not None
-    assert whole[-len(appended) :] == appended
-    assert whole[-len(appended) - 1] == ids(END)[0]
 
 
 def test_a_new_user_message_strips_reasoning_by_the_template_and_keeps_it_on_demand(
@@ -231,42 +213,6 @@ def test_whatever_is_sampled_can_be_parsed_and_continued(models: dict[str, Path]
     assert appended is None or appended[-len(opening) :][-1] == opening[-1]
 
 
-@pytest.mark.parametrize("thinking", [False, True])
-@pytest.mark.parametrize("template", ["qwen3_instruct_2507", "qwen3_5_nothink"])
-def test_a_template_with_another_thinking_mode_or_none_is_followed(
-    tmp_path: Path, template: str, thinking: bool
-) -> None:
-    folder = write_model(tmp_path, "qwen3", (TEMPLATES / f"{template}.jinja").read_text())
-    renderer = renderer_for("chat", str(folder), "template", thinking)
-    opening = renderer.opening([QUESTION])
-    assert opening == by_transformers(folder, [QUESTION], thinking=thinking)
-    if template == "qwen3_instruct_2507":
-        appended = renderer.following(opening + ids(f"3{END}"), [NEXT])
-        assert appended is not None
-        whole = by_transformers(folder, [QUESTION, {"role": "assistant", "content": "3"}, NEXT], thinking=thinking)
-        assert opening + ids(f"3{END}") + appended == whole
-
-
-CHANNELS = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{% set text = message.content %}"
-    "{% if message.role == 'assistant' %}{% set text = text.split('[/thought]')[-1] | trim %}{% endif %}"
-    "{{ text }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
-
-def test_reasoning_between_other_markers_that_the_template_strips_is_not_kept(tmp_path: Path) -> None:
-    folder = write_model(tmp_path, "qwen3", CHANNELS)
-    for thinking, expected in (("template", False), ("keep", True)):
-        renderer = renderer_for("chat", str(folder), thinking, True)
-        opening = renderer.opening([QUESTION])
-        reply = ids(f"[thought] One and two. [/thought]3{END}")
-        assert (renderer.following(opening + reply, [NEXT]) is not None) == expected
-        plain = renderer.following(opening + ids(f"3{END}"), [NEXT])
-        assert plain is not None
-        whole = by_transformers(folder, [QUESTION, {"role": "assistant", "content": "3"}, NEXT])
-        assert opening + ids(f"3{END}") + plain == whole
-
-
 def test_what_a_client_rendered_is_read_as_messages(family: str, models: dict[str, Path]) -> None:
     renderer = renderer_for("chat", str(models[family]), "template", False)
     opening = renderer.opening([SYSTEM, QUESTION])
@@ -283,22 +229,6 @@ def test_what_a_client_rendered_is_read_as_messages(family: str, models: dict[st
     assert said[1]["content"].endswith("3")
     assert renderer.read([]) == []
     assert renderer.read(ids("more of it" + END)) == [{"role": "user", "content": "more of it"}]
-
-
-def test_what_cannot_be_loaded_is_refused_in_one_sentence(tmp_path: Path) -> None:
-    broken = tmp_path / "broken"
-    broken.mkdir()
-    (broken / "tokenizer.json").write_text("{}")
-    wordless = write_model(tmp_path / "wordless", "qwen3")
-    (wordless / "chat_template.jinja").unlink()
-    for name, folder, fragment in (
-        ("plain", tmp_path, "has no tokenizer.json"),
-        ("plain", broken, "cannot be read as a tokenizer"),
-        ("chat", wordless, "has no chat template: give model.chat_template, or data.template=plain"),
-    ):
-        with pytest.raises(ValueError, match=fragment) as refused:
-            renderer_for(name, str(folder))
-        assert "\n" not in str(refused.value)
 
 
 def test_plain_sequences_are_the_text_of_all_messages(tiny_model: Path) -> None:
@@ -326,36 +256,6 @@ def test_a_plain_opening_has_the_tokens_of_the_drivers_prompt(tiny_model: Path) 
     question = "What is 3 + 4?\n~"
     opening = renderer_for("plain", str(tiny_model)).opening([{"role": "user", "content": question}])
     assert opening == driver([question], add_special_tokens=True)["input_ids"][0]
-
-
-def test_a_lone_surrogate_is_no_failure(models: dict[str, Path], tiny_model: Path) -> None:
-    assert renderer_for("plain", str(tiny_model)).opening([{"role": "user", "content": "a\ud800"}])
-    assert renderer_for("chat", str(models["qwen3"])).opening([{"role": "user", "content": "a\ud800"}])
-
-
-RENDER = """
-import sys
-sys.path.insert(0, {root!r})
-from app.environment.rendering import renderer_for
-import app.environment.tools
-try:
-    for name in ("plain", "chat"):
-        print(len(renderer_for(name, {folder!r}).opening([{{"role": "user", "content": "hi"}}])) > 0)
-except ValueError as error:
-    print(error)
-print("torch" in sys.modules, "transformers" in sys.modules)
-"""
-
-
-def rendered(folder: Path, *flags: str) -> list[str]:
-    """What another process says that renders with the model of a directory."""
-    code = RENDER.format(root=str(ROOT), folder=str(folder))
-    done = subprocess.run([sys.executable, *flags, "-c", code], capture_output=True, text=True, timeout=120, check=True)
-    return done.stdout.splitlines()
-
-
-def test_a_worker_imports_neither_torch_nor_transformers(models: dict[str, Path]) -> None:
-    assert rendered(models["qwen3"]) == ["True", "True", "False False"]
 
 
 # --- messages of environments and of their tools

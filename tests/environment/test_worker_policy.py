@@ -116,20 +116,6 @@ async def test_of_two_samples_with_one_text_the_one_with_the_given_reasoning_goe
     assert len(talker.sequences) == 2
 
 
-@pytest.mark.parametrize("sample", [0, 1])
-async def test_the_reasoning_of_earlier_replies_tells_two_samples_apart_too(sample: int) -> None:
-    talker = thinker("first", "second", "same", "same", "third")
-
-    histories = []
-    for reply in [await talker.policy([user("q")]) for _ in range(2)]:
-        history = [user("q"), reply.message, RESULT]
-        again = await talker.policy(history)
-        histories.append([*history, again.message, RESULT])
-    await talker.policy(histories[sample])
-    assert where(talker, "third") == [sample]
-    assert len(talker.sequences) == 2
-
-
 async def test_an_unknown_history_and_one_that_the_template_rewrites_begin_new_sequences() -> None:
     engine = Engine("ab", "cd", "ef")
 
@@ -204,20 +190,6 @@ async def test_tokens_extend_the_longest_sequence_that_they_begin_with() -> None
     assert same_sequences(policy, engine)
 
 
-async def test_tokens_that_an_agent_rendered_are_shown_as_what_they_say() -> None:
-    policy = policy_of(Engine("ab", "cd", "ef"))
-    await policy.generate(tokens("q"))
-    await policy.generate(tokens("qabtold"))
-    await policy.generate(tokens("qabtoldcd"))  # nothing to append
-    assert [(turn["role"], turn["text"], turn["tokens"]) for turn in policy.turns] == [
-        ("user", "q", 1),
-        ("assistant", "ab", 2),
-        ("tool", "told", 4),
-        ("assistant", "cd", 2),
-        ("assistant", "ef", 2),
-    ]
-
-
 async def test_another_client_of_the_same_conversation_is_recognized() -> None:
     engine = Engine("!add", "cd", "ef")
 
@@ -271,16 +243,6 @@ def test_a_shortened_text_has_at_most_its_tokens_and_keeps_both_ends(size: int, 
     assert max(longest) <= most * 64 + 50
 
 
-async def test_a_reply_that_the_limit_cut_is_truncated_and_its_sequence_goes_on() -> None:
-    engine = Engine("ab…", "cd")
-
-    policy = policy_of(engine, max_turn_tokens=2)
-    first = await policy([user("q")], max_tokens=7)
-    second = await policy([user("q"), first.message, user("x")], max_tokens=1)
-    assert (first.text, first.truncated, second.truncated) == ("ab", True, False)
-    assert [max_tokens for _, _, max_tokens, _ in engine.asked] == [2, 1]
-
-
 @pytest.mark.parametrize("over", [OutOfTurns, OutOfTokens, OutOfTime])
 async def test_each_limit_has_its_exception_and_nothing_more_is_sampled(
     over: type[OutOfTime] | type[OutOfTokens] | type[OutOfTurns],
@@ -319,24 +281,6 @@ async def test_an_answer_extends_its_sequence_even_if_whoever_asked_was_cancelle
     assert same_sequences(policy, engine)
 
 
-async def test_what_is_no_request_is_refused_and_so_is_any_after_the_end() -> None:
-    engine = Engine("ab")
-    policy = policy_of(engine)
-    not_messages: list[Any] = [[], ["q"], [{"content": "q"}]]
-    for wrong in not_messages:
-        with pytest.raises((ValueError, TypeError), match=r"message"):
-            await policy(wrong)
-    with pytest.raises(ValueError, match="max_tokens=0 is not accepted"):
-        await policy([user("q")], max_tokens=0)
-    with pytest.raises(ValueError, match="at least one token"):
-        await policy.generate([])
-
-    policy.close()
-    with pytest.raises(RuntimeError, match="the episode is over"):
-        await policy([user("q")])
-    assert engine.asked == []
-
-
 def test_the_clock_stands_still_while_an_engine_is_awaited_and_turns_have_seconds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -357,24 +301,3 @@ def test_the_clock_stands_still_while_an_engine_is_awaited_and_turns_have_second
     assert (clock.seconds, clock.left, clock.step) == (5.0, 10.0, "step")
     now[0] += 11.0
     assert (clock.seconds, clock.left) == (16.0, -1.0)
-
-
-async def test_turns_say_who_spent_how_many_tokens_and_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Engine("ab", "cd")
-
-    loop = asyncio.get_running_loop()
-    now = [loop.time()]
-    monkeypatch.setattr("app.environment.worker.calls.time.monotonic", lambda: now[0])
-    policy = policy_of(engine)
-    now[0] += 2.0
-    first = await policy([{"role": "system", "content": "s"}, user("q")])
-    now[0] += 3.0
-    await policy([{"role": "system", "content": "s"}, user("q"), first.message, user("x")])
-    turns = policy.turns
-    assert [(turn["role"], turn["text"], turn["tokens"], round(turn["seconds"], 1)) for turn in turns] == [
-        ("system", "s", 0, 0.0),
-        ("user", "q", 4, 2.0),
-        ("assistant", "ab", 2, 0.0),
-        ("user", "x", 3, 3.0),
-        ("assistant", "cd", 2, 0.0),
-    ]

@@ -72,40 +72,6 @@ def test_an_environment_of_a_bare_interpreter_has_the_working_directory_and_our_
     assert end_of(spec, "a").scores == {"folders": 1.0, "ours": 0.0}
 
 
-def test_a_package_that_the_other_interpreter_lacks_is_named_with_it(
-    own: Maker, bare_python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    spec = own("import numpy\n" + PLAIN, python=bare_python)
-    target = spec.environment["target"]
-    assert refusal(spec) == (
-        f"environment._target_={target} cannot be used: module {target.removesuffix('.Env')} needs a module that is "
-        f"missing (No module named 'numpy'); the interpreter is {bare_python}."
-    )
-
-
-def test_an_old_interpreter_is_refused_by_its_version(own: Maker, tmp_path: Path) -> None:
-    # the script itself, in an interpreter that says that it is old
-    script = ROOT / "app" / "worker" / "__main__.py"
-    fake = (
-        "import sys, runpy; sys.version_info = (3, 9, 1, 'final', 0); "
-        f"sys.argv = ['x', '1', '0', 'handler']; runpy.run_path({str(script)!r}, run_name='__main__')"
-    )
-    said = subprocess.run([sys.executable, "-c", fake], capture_output=True, text=True, check=True).stdout
-    assert "it is Python 3.9.1; give 3.11 or later." in said
-
-
-def test_a_memory_limit_that_the_worker_itself_exceeds_is_refused(own: Maker) -> None:
-    assert "environment.memory_gib=0.001 is not accepted: give more than 0." in refusal(own(PLAIN, memory_gib=0.001))
-
-
-def test_a_worker_that_dies_once_while_it_starts_is_replaced(own: Maker, tmp_path: Path) -> None:
-    mark = tmp_path / "mark"
-    dies_once = f"import os\nif not os.path.exists({str(mark)!r}):\n    open({str(mark)!r}, 'w')\n    os._exit(7)\n"
-    assert isinstance(end_of(own(dies_once + PLAIN), "a"), End)
-    assert mark.exists()
-
-
 def test_an_environment_whose_import_hangs_is_given_up(own: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("app.environment.pool.START_TIMEOUT_S", 1.0)
     sentence = refusal(own("import threading; threading.Event().wait()\n" + PLAIN), RunError)

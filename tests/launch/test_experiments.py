@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import jsonschema
 import pytest
 import yaml
 
@@ -13,7 +12,7 @@ from app.device import Device, device_of
 from app.main import conf_path
 from tests.compose import composed
 from tests.launch.shell import bash, dry_run, options
-from tests.launch.test_kubernetes import RAYJOB, RESOURCES
+from tests.launch.test_kubernetes import RESOURCES
 
 NAMES = sorted(path.stem for path in (Path(conf_path()) / "experiment").glob("*.yaml"))
 # One of each number of devices and placement: npu4_colocate, cuda8_fully_async …
@@ -71,7 +70,6 @@ def test_kubernetes_reserves_the_devices_of_an_experiment(name: str) -> None:
     kind = config.device.kind.name
     manifest = bash("launch/kubernetes.sh", "--dry-run", "--name", "mine", f"experiment={name}")
     job = yaml.safe_load(manifest.stdout)
-    jsonschema.validate(job, RAYJOB)
     words = job["spec"]["entrypoint"].split()
     assert f"experiment={name}" in words
     assert {"resume=auto", "hydra.run.dir=/storage/outputs/mine"} <= set(words)
@@ -103,19 +101,3 @@ def test_kubernetes_takes_the_nodes_that_a_run_needs() -> None:
     assert [cluster["workerGroupSpecs"][0][key] for key in ("replicas", "minReplicas", "maxReplicas")] == [1, 1, 1]
     assert "model.path=/storage/Qwen3.5-9B" in job["spec"]["entrypoint"].split()
     assert job["metadata"]["name"] == "mine"
-
-
-@pytest.mark.parametrize(
-    ("script", "setting"), [("slurm.sbatch", "experiment=npu8"), ("kubernetes.sh", "rollout.tensor_parallel=3")]
-)
-def test_a_setting_that_is_not_accepted_starts_nothing(script: str, setting: str) -> None:
-    done = bash(f"launch/{script}", "--dry-run", "device=npu", "placement.devices=4", setting)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert len(done.stderr.splitlines()) == 1
-    assert setting in done.stderr
-
-
-def test_too_few_nodes_are_refused_before_ray_starts() -> None:
-    done = bash("launch/slurm.sbatch", "--dry-run", "experiment=npu8_fully_async_9b", DEVICES="2", RAY_AUTH_TOKEN="x")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "8 npu" in done.stderr

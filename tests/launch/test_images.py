@@ -14,7 +14,6 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from app.config.device import DeviceKind
-from app.device import device_of
 
 ROOT = Path(__file__).parents[2]
 IMAGES = ["Dockerfile.cuda", "Dockerfile.npu"]
@@ -64,16 +63,6 @@ def test_versions_are_those_of_the_requirements() -> None:
     assert npu["TORCH_NPU_VERSION"] == pins("npu.txt")["torch_npu"]
     assert npu["TRANSFORMERS_VERSION"] == pins("npu.txt")["transformers"]
     assert npu["SGLANG_TAG"] == f"v{cuda['SGLANG_VERSION']}"
-
-
-@pytest.mark.parametrize("kind", list(DeviceKind))
-def test_the_requirements_of_a_device_have_its_kernels_of_linear_attention(kind: DeviceKind) -> None:
-    """On CUDA a package brings them; `tests.real_stack` imports them there. On NPUs its requirements are pinned too."""
-    brought_by = {"cpu": [], "cuda": ["flash-linear-attention"], "npu": ["fla-core", "einops"]}
-    assert (device_of(kind).linear_attention is None) == (brought_by[kind.name] == [])
-    assert set(brought_by[kind.name]) <= set(pins(f"{kind.name}.txt"))
-    versions = {pins("cuda.txt")["flash-linear-attention"], pins("npu.txt")["fla-core"]}
-    assert len(versions) == 1
 
 
 @pytest.mark.parametrize("name", IMAGES)

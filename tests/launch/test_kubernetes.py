@@ -1,9 +1,8 @@
-"""The RayJob files against KubeRay's structure: what its schema demands, and what our command needs."""
+"""The RayJob files: volumes, secrets, devices and the run that their command composes."""
 
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 import yaml
 
@@ -16,59 +15,12 @@ FOLDER = Path(__file__).parents[2] / "launch" / "kubernetes"
 RESOURCES = {"cuda": "nvidia.com/gpu", "npu": "huawei.com/Ascend910"}
 
 
-def mapping(required: str, more: bool = False, /, **properties: Any) -> dict[str, Any]:
-    """The schema of a mapping, which may have `more` than these properties."""
-    names = required.split()
-    return {"type": "object", "required": names, "properties": properties, "additionalProperties": more}
-
-
-def listed(items: dict[str, Any], least: int = 0) -> dict[str, Any]:
-    return {"type": "array", "items": items, "minItems": least}
-
-
-MORE = True
-TEXT, COUNT, FLAG = {"type": "string"}, {"type": "integer", "minimum": 0}, {"type": "boolean"}
-STRINGS = {"type": "object", "additionalProperties": TEXT}
-CONTAINER = mapping(
-    "name image resources",
-    MORE,
-    envFrom=listed(mapping("secretRef", secretRef=mapping("name", name=TEXT, optional=FLAG))),
-    env=listed({**STRINGS, "required": ["name", "value"]}),
-    resources=mapping("limits requests", limits=STRINGS, requests=STRINGS),
-    volumeMounts=listed(mapping("name mountPath", MORE)),
-)
-POD = mapping("spec", MORE, spec=mapping("containers", MORE, containers=listed(CONTAINER, 1)))
-GROUP = {"rayStartParams": STRINGS, "template": POD}
-WORKERS = {"groupName": TEXT, "replicas": COUNT, "minReplicas": COUNT, "maxReplicas": COUNT, **GROUP}
-CLUSTER = mapping(
-    "headGroupSpec",
-    rayVersion=TEXT,
-    headGroupSpec=mapping("rayStartParams template", **GROUP),
-    workerGroupSpecs=listed(mapping("groupName rayStartParams template", **WORKERS)),
-)
-RAYJOB = mapping(
-    "apiVersion kind metadata spec",
-    apiVersion={"const": "ray.io/v1"},
-    kind={"const": "RayJob"},
-    metadata=mapping("name", MORE),
-    spec=mapping(
-        "entrypoint rayClusterSpec",
-        entrypoint=TEXT,
-        shutdownAfterJobFinishes=FLAG,
-        ttlSecondsAfterFinished=COUNT,
-        backoffLimit=COUNT,
-        rayClusterSpec=CLUSTER,
-    ),
-)
-
-
 def load(kind: str) -> dict[str, Any]:
     return yaml.safe_load((FOLDER / f"rayjob_{kind}.yaml").read_text())
 
 
 @pytest.mark.parametrize("kind", ["cuda", "npu"])
-def test_the_file_has_kuberays_structure_a_volume_for_each_mount_and_the_secrets(kind: str) -> None:
-    jsonschema.validate(load(kind), RAYJOB)
+def test_a_pod_has_a_volume_for_each_mount_and_the_secrets(kind: str) -> None:
     cluster = load(kind)["spec"]["rayClusterSpec"]
     for group in [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]:
         pod = group["template"]["spec"]

@@ -11,7 +11,6 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-import yaml
 
 from tests.launch.npu_downloads import fetch_npu_packages, fetched_requirements
 from tests.launch.shell import PYTHON, ROOT, bash, dry_run, options
@@ -62,53 +61,11 @@ def test_help_shows_a_command_of_the_script_itself_and_installs_nothing(name: st
     assert "set -euo" not in done.stdout
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["launch/run.sh", "--nonsense"],
-        ["launch/ray_cluster.sh"],
-        ["launch/ray_cluster.sh", "--device", "npu", "head"],
-        ["launch/ray_cluster.sh", "--device", "tpu", "--devices", "8", "head"],
-        ["launch/ray_cluster.sh", "--device", "npu", "--devices", "8", "worker"],
-        ["launch/docker.sh", "tpu"],
-        ["launch/setup.sh"],
-        ["launch/setup.sh", "tpu"],
-        ["launch/setup.sh", "--nonsense"],
-        ["launch/npu_packages.sh"],
-    ],
-    ids=lambda words: " ".join(words),
-)
-def test_wrong_usage_is_one_sentence_and_exit_code_2(words: list[str]) -> None:
-    done = bash(*words)
-    assert done.returncode == 2
-    assert len(done.stderr.splitlines()) == 1
-    assert done.stdout == ""
-
-
 def test_run_checks_the_machine_first() -> None:
     assert dry_run("run.sh", *MISSION) == [
         [PYTHON, "-m", "app", *MISSION, "mode=doctor"],
         [PYTHON, "-m", "app", *MISSION],
     ]
-
-
-@pytest.mark.parametrize("script", [["run.sh"], ["slurm.sbatch"], ["ray_cluster.sh", *CPUS, "head"]], ids=str)
-def test_commands_of_the_environment_that_setup_made_come_before_those_on_the_path(
-    script: list[str], tmp_path: Path
-) -> None:
-    checkout = a_checkout(tmp_path)
-    (checkout / ".venv" / "bin").mkdir(parents=True)
-    for name in ("python", "ray"):
-        write_program(checkout / ".venv" / "bin" / name, 'echo "x on 1 cpu device(s)"')
-    name, *words = script
-    done = bash(f"launch/{name}", "--dry-run", *words, cwd=checkout, RAY_AUTH_TOKEN="x")
-    assert done.returncode == 0, done.stderr
-    run = [word for line in done.stdout.splitlines() for word in line.split() if word.endswith(("python", "ray"))]
-    assert run
-    assert {str(Path(word).parent) for word in run} == {str(checkout / ".venv" / "bin")}
-
-    other = bash(f"launch/{name}", "--dry-run", *words, cwd=checkout, RAY_AUTH_TOKEN="x", PYTHON=PYTHON)
-    assert ".venv/bin/python" not in other.stdout.replace(PYTHON.replace(" ", "\\ "), "")
 
 
 def test_a_cluster_offers_each_devices_resource() -> None:
@@ -123,11 +80,6 @@ def test_a_cluster_offers_each_devices_resource() -> None:
 
 
 JOIN = ["launch/ray_cluster.sh", "--dry-run", "--device", "cuda", "--devices", "8", "worker", "10.0.0.1"]
-
-
-def test_a_worker_joins_the_head() -> None:
-    done = bash(*JOIN, PORT="7000", RAY="ray", RAY_AUTH_TOKEN="of-the-head")
-    assert done.stdout.startswith("ray start --address=10.0.0.1:7000 --num-gpus=8")
 
 
 def test_a_cluster_has_a_token(tmp_path: Path) -> None:
@@ -214,61 +166,9 @@ def test_docker_gets_the_devices_and_the_driver_of_npus(tmp_path: Path) -> None:
     assert not any("dcmi" in mount for mount in after("-v", missing))
 
 
-KEYS = {
-    "HF_TOKEN": "hidden",
-    "WANDB_API_KEY": "hidden",
-    "CLEARML_API_SECRET_KEY": "hidden",
-    "HTTPS_PROXY": "hidden",
-    "no_proxy": "hidden",
-    "NCCL_SOCKET_IFNAME": "hidden",
-}
-PLACES = {"HF_HOME": "/models/hub", "WANDB_DIR": "hidden", "CLEARML_CONFIG_FILE": "hidden", "UNRELATED": "hidden"}
-
-
 def after(option: str, command: list[str]) -> set[str]:
     """The values of an option that may be repeated."""
     return {value for name, value in pairwise(command) if name == option}
-
-
-def test_docker_passes_keys_and_proxies_by_name() -> None:
-    (command,) = dry_run("docker.sh", "cuda", **KEYS, **PLACES)
-    assert "hidden" not in " ".join(command)
-    assert after("-e", command) == {*KEYS, "TORCHINDUCTOR_CACHE_DIR=/root/.cache/inductor"}
-    assert "/models/hub:/root/.cache/huggingface" in after("-v", command)
-
-
-@pytest.mark.parametrize("kind", ["cuda", "npu"])
-def test_docker_keeps_what_is_compiled_in_volumes_of_its_kind(kind: str) -> None:
-    (command,) = dry_run("docker.sh", kind)
-    volumes = dict(mount.split(":")[:2] for mount in after("-v", command) if not mount.startswith("/"))
-    assert {f"/root/{each}" for each in (".cache", ".triton", ".tilelang")} <= set(volumes.values())
-    assert all(name.startswith(f"hydra-posttrain-{kind}-") for name in volumes)
-    assert ("/root/atc_data" in volumes.values()) == (kind == "npu")
-
-
-def test_docker_mounts_what_settings_and_options_name(tmp_path: Path) -> None:
-    for each in ("code", "store", "data"):
-        (tmp_path / each).mkdir()
-    (tmp_path / "data" / "rows.jsonl").touch()
-    (tmp_path / ".netrc").touch()
-    rows = tmp_path / "data" / "rows.jsonl"
-    settings = [
-        "data.path=data/rows.jsonl",
-        f"data.eval_sets.mine.path={rows}",
-        "model.path=Qwen/Qwen3-4B",
-        f"hydra.run.dir={tmp_path}/store/run",
-    ]
-    words = ["--code", "code", "--mount", "store", "cuda", *settings]
-    (command,) = dry_run("docker.sh", *words, cwd=tmp_path, HOME=str(tmp_path))
-    assert command[-4:] == settings
-    assert {f"PYTHONPATH={tmp_path}/code", f"POSTTRAIN_OUTPUTS={tmp_path}/store/run"} <= {*after("-e", command)}
-    assert {
-        f"{tmp_path}/code:{tmp_path}/code:ro",
-        f"{tmp_path}/store:{tmp_path}/store",
-        f"{rows}:/workspace/data/rows.jsonl:ro",
-        f"{rows}:{rows}:ro",
-        f"{tmp_path}/.netrc:/root/.netrc:ro",
-    } <= after("-v", command)
 
 
 @pytest.mark.parametrize(
@@ -292,84 +192,6 @@ def test_docker_mounts_each_path_of_the_composed_settings(written: str, mounted:
     paths = [str(tmp_path / name) for name in mounted]
     volumes = [value for name, value in pairwise(command) if name == "-v" and value.endswith(":ro")]
     assert volumes == [f"{path}:{path}:ro" for path in paths]
-
-
-def test_docker_mounts_each_path_of_a_sweep(tmp_path: Path) -> None:
-    for name in ("a.jsonl", "b.jsonl"):
-        (tmp_path / name).touch()
-    words = ["-m", f"data.path={tmp_path}/a.jsonl,{tmp_path}/b.jsonl", "seed=0,1,2"]
-    (command,) = dry_run("docker.sh", "cuda", *words, HOME=str(tmp_path))
-    assert {f"{tmp_path}/{name}:{tmp_path}/{name}:ro" for name in ("a.jsonl", "b.jsonl")} <= after("-v", command)
-
-
-def test_docker_composes_in_the_image_where_there_is_no_python(tmp_path: Path) -> None:
-    rows = tmp_path / "rows.jsonl"
-    rows.touch()
-    docker = write_program(tmp_path / "docker", f'[ "$*" = "$EXPECTED" ] && cat > /dev/null && echo data.path={rows}')
-    given = {"PYTHON": "/nowhere/python", "DOCKER": docker, "HOME": str(tmp_path)}
-    expected = f"run --rm -i --entrypoint python hydra-posttrain:cuda - data.path={rows}"
-    command = bash("launch/docker.sh", "--dry-run", "cuda", f"data.path={rows}", EXPECTED=expected, **given)
-    assert f"-v {rows}:{rows}:ro " in command.stdout
-
-
-def test_a_pod_reaches_each_path_of_the_composed_settings() -> None:
-    words = ["experiment=cuda8_fully_async_9b", "model.path=/storage/model", "data.path=[/data/rows/a.jsonl]"]
-    done = bash("launch/kubernetes.sh", "--dry-run", *words, PYTHON=PYTHON)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "data.path=/data/rows/a.jsonl" in done.stderr
-    done = bash("launch/kubernetes.sh", "--dry-run", "--node", "/data", *words, PYTHON=PYTHON)
-    assert done.returncode == 0, done.stderr
-    for group in ("headGroupSpec", "workerGroupSpecs"):
-        made = yaml.safe_load(done.stdout)["spec"]["rayClusterSpec"][group]
-        pod = (made[0] if isinstance(made, list) else made)["template"]["spec"]
-        (volume,) = [each for each in pod["volumes"] if each.get("hostPath") == {"path": "/data"}]
-        mounts = pod["containers"][0]["volumeMounts"]
-        assert {"name": volume["name"], "mountPath": "/data", "readOnly": True} in mounts
-
-
-def test_the_entry_point_uses_the_python_on_the_path_where_there_is_no_venv(tmp_path: Path) -> None:
-    write_program(tmp_path / "python", 'echo "$0 $*"')
-    image = tmp_path / "opt" / "launch"  # without a .venv beside it
-    image.mkdir(parents=True)
-    for name in ("entrypoint.sh", "toolkit.sh"):
-        (image / name).write_bytes((ROOT / "launch" / name).read_bytes())
-    found = bash(str(image / "entrypoint.sh"), "mode=plan", PATH=f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    assert found.stdout == f"{tmp_path}/python -m app mode=plan\n"
-
-
-@pytest.mark.parametrize(
-    ("settings", "watched"),
-    [
-        (["resume={store}/run/checkpoints/step_5"], "{store}/run"),
-        (["mode=eval", "resume={store}/run"], None),  # whose folder is in outputs/
-        (["hydra.run.dir=outputs/mine"], None),
-        (["hydra.run.dir={store}/${{now:%H}}"], None),
-    ],
-)
-def test_the_health_check_watches_the_folder_that_a_run_writes(
-    settings: list[str], watched: str | None, tmp_path: Path
-) -> None:
-    (tmp_path / "store").mkdir()
-    store = tmp_path / "store"
-    given = [each.format(store=store) for each in settings]
-    (command,) = dry_run("docker.sh", "--mount", "store", "cuda", *given, cwd=tmp_path, HOME=str(tmp_path))
-    named = {each for each in after("-e", command) if each.startswith("POSTTRAIN_OUTPUTS=")}
-    assert named == ({f"POSTTRAIN_OUTPUTS={watched.format(store=store)}"} if watched else set())
-
-
-@pytest.mark.parametrize(
-    ("words", "named"),
-    [
-        (["cuda", "data.path=/nowhere/rows.jsonl"], "/nowhere/rows.jsonl"),
-        (["cuda", "hydra.run.dir=runs/mine"], "hydra.run.dir=runs/mine"),
-        (["cuda", "resume=/elsewhere/run"], "resume=/elsewhere/run"),
-        (["--mount", "/nowhere", "cuda"], "/nowhere"),
-    ],
-)
-def test_docker_refuses_what_the_container_would_lack_or_lose(words: list[str], named: str) -> None:
-    done = bash("launch/docker.sh", "--dry-run", *words)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert named in done.stderr
 
 
 PIP = ".venv/bin/python -m pip --disable-pip-version-check --quiet install --no-compile"
@@ -421,24 +243,6 @@ def test_a_pin_of_sglang_without_a_wheel_is_removed_where_it_is(pins: list[str],
     assert fetched_requirements(tmp_path) == ["memfabric-hybrid==1.1.4", "transformers==5.12.1"]
 
 
-@pytest.mark.parametrize(
-    ("pinned", "found", "sentence"),
-    [
-        ("5.12.1", True, None),
-        ("5.14.0", True, "SGLang v1 needs transformers 5.14.0 on NPUs: set TRANSFORMERS_VERSION=5.14.0"),
-        ("5.12.1", False, "kernels.example/releases/download/k1/sgl-kernel-npu-k1-torch2-py312-cann9-a3-"),
-    ],
-    ids=["as pinned", "another transformers", "no such release"],
-)
-def test_packages_for_npus_that_do_not_fit_end_with_a_sentence(
-    pinned: str, found: bool, sentence: str | None, tmp_path: Path
-) -> None:
-    done = fetch_npu_packages(tmp_path, f"transformers=={pinned}", found=found)
-    assert done.returncode == (0 if sentence is None else 2), done.stderr
-    assert len(done.stderr.splitlines()) == (sentence is not None)
-    assert (sentence or "") in done.stderr
-
-
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_setup_installs_once_and_again_when_the_requirements_change(device: str, tmp_path: Path) -> None:
     checkout = a_checkout(tmp_path)
@@ -466,24 +270,6 @@ def test_setup_installs_once_and_again_when_the_requirements_change(device: str,
     (checkout / ".venv" / "installed").unlink()
     write_program(checkout / ".venv" / "bin" / "python", "exit 1")  # without pip
     assert installs() == 3 * count
-
-
-def test_setup_leaves_a_venv_of_another_device_alone(tmp_path: Path) -> None:
-    checkout = a_checkout(tmp_path)
-    (checkout / ".venv").mkdir()
-    (checkout / ".venv" / "installed").write_text("cuda 0123\n")
-    done = bash("launch/quickstart.sh", cwd=checkout)
-    assert done.returncode == 2
-    assert done.stderr == (
-        "setup.sh: the .venv here is for cuda: use .venv/bin/python, or remove .venv to install for cpu\n"
-    )
-
-
-def test_setup_needs_a_supported_python(tmp_path: Path) -> None:
-    write_program(tmp_path / "python", '[ "$1" = --version ] && echo Python 3.9.2')
-    done = bash("launch/setup.sh", "cpu", cwd=a_checkout(tmp_path), PYTHON=str(tmp_path / "python"))
-    assert done.returncode == 2
-    assert "is Python 3.9.2; Python 3.11 or 3.12 is needed (set PYTHON=...)" in done.stderr
 
 
 def test_the_entrypoint_becomes_the_application_within_the_toolkits_environment(tmp_path: Path) -> None:

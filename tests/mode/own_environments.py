@@ -1,7 +1,5 @@
 """Environments of tests, which a worker imports from the working directory."""
 
-import os
-import time
 from typing import Any
 
 
@@ -36,21 +34,3 @@ class Unscored:
 class Raises(Guess):
     def step(self, reply: Any) -> str | None:
         raise KeyError("board")
-
-
-class Dies(Guess):
-    def step(self, reply: Any) -> str | None:
-        os._exit(3)
-
-
-class Hangs(Guess):
-    def step(self, reply: Any) -> str | None:
-        time.sleep(1000)
-        return None
-
-
-class Speaks(Guess):
-    """Never ends by itself."""
-
-    def step(self, reply: Any) -> str | None:
-        return "again"

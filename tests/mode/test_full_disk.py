@@ -10,9 +10,7 @@ from pathlib import Path
 import pytest
 
 from app.config import RunConfig
-from app.errors import RunError
 from app.tracking.recorder import RunFolderRecorder
-from app.tracking.run_folder import summary
 from app.utils.files import append, overwrite, replace_file
 from tests.folders import run_app
 from tests.runs import Run
@@ -69,11 +67,6 @@ def test_a_read_only_folder_is_refused(key: str, sweep: list[str], tmp_path: Pat
     assert f"{disk} is read-only" in text
 
 
-def test_a_plan_needs_no_folder_that_can_be_written(mounted: Mount) -> None:
-    code, text = run_app("mode=plan", cwd=mounted("64k", "ro"))
-    assert (code, "Memory of a device" in text) == (0, True)
-
-
 def test_a_full_disk_leaves_whole_files_and_the_status_failed(mounted: Mount) -> None:
     def go_on(recorder: RunFolderRecorder) -> None:
         for step in range(2, 10_000):
@@ -90,14 +83,6 @@ def test_a_full_disk_leaves_whole_files_and_the_status_failed(mounted: Mount) ->
     assert summary["status"] == "failed"
     assert "No space left on device" in summary["error"]
     assert list(folder.glob("*.tmp")) == []
-
-
-def test_an_evaluation_that_does_not_fit_leaves_the_line_of_its_step_as_it_was(mounted: Mount) -> None:
-    folder = mounted("64k") / "run"
-    large = {"eval": {f"name {number}": 0.5 for number in range(1000)}}
-    with pytest.raises(OSError, match="No space left"):
-        record(folder, then=lambda recorder: recorder.log_eval(1, large))
-    assert rows(folder) == [{"step": 1, **metrics(1)}]
 
 
 def test_a_file_that_does_not_fit_keeps_its_content(mounted: Mount) -> None:
@@ -118,19 +103,6 @@ def test_a_file_that_does_not_fit_keeps_its_content(mounted: Mount) -> None:
     append(disk / "lines", "second\n")
     assert (disk / "file").read_text() == "b" * 50
     assert (disk / "lines").read_text() == "first\nsecond\n"
-
-
-def test_a_run_whose_error_is_long_has_failed_on_a_full_disk_too(mounted: Mount) -> None:
-    folder = mounted("64k") / "run"
-
-    def fail(_: RunFolderRecorder) -> None:
-        raise RunError("engine 0 died; its last lines:\n" + "x" * 8000)
-
-    with pytest.raises(RunError):
-        record(folder, then=fail)
-    found = summary.read(folder)
-    assert (found["status"], found["steps"]) == ("failed", 1)
-    assert found["error"].startswith("RunError: engine 0 died")
 
 
 @pytest.mark.slow

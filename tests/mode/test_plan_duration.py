@@ -1,16 +1,13 @@
 """The plan's seconds: a hand calculation, and a published run beside it."""
 
 import json
-import re
 from dataclasses import replace
 
 import pytest
 
 from app.device import device_of
-from app.mode.plan import describe
 from app.mode.plan.duration import StepSeconds, step_seconds, training_seconds
 from app.mode.plan.memory import plan_memory
-from app.mode.plan.remedies import splits_of
 from app.model.architecture import QWEN3_4B, QWEN35_9B, Architecture
 from app.rollout.engine.server_args import engine_flags
 from tests.compose import composed
@@ -63,26 +60,6 @@ def test_a_published_run_is_within_a_factor_of_two() -> None:
     assert 16.8 / 2 < estimate.train < 2 * 16.8
 
 
-def test_the_best_split_of_the_devices_that_fits_is_marked() -> None:
-    config = composed(*FOUR_AND_FOUR, "device.memory_gib=60")
-    _, *lines = splits_of(config, device_of(config.device.kind), QWEN3_4B)
-    shown = [tuple(map(int, re.findall(r"(\d+) \+ (\d+)", line)[0])) for line in lines]
-    assert len(shown) == 5
-    assert (4, 4) in shown
-
-    steps = {}
-    for trainers, engines in shown:
-        split = (f"placement.trainer_devices={trainers}", f"placement.rollout_devices={engines}")
-        estimate = seconds(QWEN3_4B, *FOUR_AND_FOUR, "device.memory_gib=60", *split)
-        assert estimate is not None
-        steps[trainers, engines] = estimate.total
-    marked = [split for split, line in zip(shown, lines, strict=True) if "best" in line]
-    refused = {split for split, line in zip(shown, lines, strict=True) if "NOT FIT" in line}
-    assert refused == {(1, 7)} & {*shown}  # AdamW's state alone takes 60 GiB of one device
-    assert marked == [min(steps.keys() - refused, key=lambda split: steps[split])]
-    assert splits_of(composed("device=cuda", "model=qwen3_4b"), device_of(config.device.kind), QWEN3_4B) == []
-
-
 def test_phases_of_colocate_add_up_and_adapters_hardly_cost_a_sync() -> None:
     full = seconds(QWEN3_4B, "device=cuda", "model=qwen3_4b", "placement.devices=4")
     adapted = seconds(QWEN3_4B, "device=cuda", "model=qwen3_4b_lora")
@@ -111,19 +88,3 @@ def test_torchs_loop_of_linear_attention_takes_the_bytes_that_were_counted(name:
     moved = 24 * (2 * counts["forward"]["bytes"] + counts["backward"]["bytes"])  # each layer is recomputed
     microbatches = 256 / sequences / config.placement.trainer_ranks
     assert looped - kernels == pytest.approx(microbatches * moved / (0.7 * 1600e9), rel=0.05)
-
-
-def test_only_a_model_with_linear_attention_has_a_loop() -> None:
-    config = composed(*FOUR_AND_FOUR)
-    cuda = device_of(config.device.kind)
-    looped = training_seconds(config, replace(cuda, linear_attention=None), QWEN3_4B)
-    assert looped == training_seconds(config, cuda, QWEN3_4B)
-
-
-def test_a_cpu_has_no_estimate() -> None:
-    assert seconds(QWEN3_4B, "device=cpu", "model=qwen3_4b", "placement.devices=1", "rollout.tensor_parallel=1") is None
-
-
-def test_the_plan_shows_the_duration_of_the_run() -> None:
-    plan = describe(composed(*FOUR_AND_FOUR, "steps=1000"))
-    assert re.search(r"1000 steps: about \d+ (h \d\d min|d \d+ h)", plan)

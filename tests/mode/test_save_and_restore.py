@@ -17,7 +17,7 @@ from app.config.checkpoint import CheckpointConfig
 from app.config.model import LoraConfig
 from app.config.placement import PlacementKind
 from app.data.cursor import PromptCursor
-from app.errors import CheckpointError, Interrupted
+from app.errors import Interrupted
 from app.mode.train import TrainingRun, second_signal
 from app.model.hf_directory import identity
 from app.placement.colocate import Colocate
@@ -26,7 +26,6 @@ from app.tracking.recorder import RunFolderRecorder
 from app.utils.tasks import until_signal
 from tests.checkpoint.plain_files import DATA, PlainFiles, flip_a_byte, names, save
 from tests.model.support import save_qwen3
-from tests.refusals import refused
 from tests.simulation import SimTrainer, World, config, prompts
 
 DEADLINE_S = 60.0
@@ -105,21 +104,6 @@ def test_a_signal_saves_the_last_step_and_a_second_one_is_answered(
     world = interrupted(tmp_path, Interrupting(at=at, more=more))
     assert world.recorder.statuses == ([] if step is None else [f"saving step {step}"])
     assert (saved_step(tmp_path), len(world.recorder.lines), world.recorder.warnings) == (step, at - 1, [SECOND] * more)
-
-
-def test_a_third_signal_ends_the_last_save_with_a_warning(tmp_path: Path) -> None:
-    world = interrupted(tmp_path, Interrupting(more=2))
-    assert (saved_step(tmp_path), names(tmp_path)) == (None, set())
-    first, second = world.recorder.warnings
-    assert first == SECOND
-    assert "step 3 was not saved" in second
-
-
-def test_a_save_that_takes_too_long_is_named_with_what_it_waited_for(tmp_path: Path) -> None:
-    world = interrupted(tmp_path, Interrupting(pause=DEADLINE_S), grace_s=0.2)
-    assert (saved_step(tmp_path), names(tmp_path)) == (None, set())
-    (warning,) = world.recorder.warnings
-    assert re.search("step 3 .*checkpoint.grace_s=0.2 s", warning)
 
 
 def test_a_signal_during_the_write_after_the_last_step_does_not_end_it(tmp_path: Path) -> None:
@@ -234,15 +218,6 @@ def test_checkpoints_that_latest_never_named_are_set_aside_by_a_run_that_starts_
     assert moved in warning
 
 
-def test_other_data_is_refused_before_anything_has_changed(tmp_path: Path) -> None:
-    run = Resumed(tmp_path, rows=11)
-    with refused("data"):
-        run.resume(str(run.checkpoints / "step_20"))
-    assert run.trainer.restorations == []
-    assert names(tmp_path) == {"latest", "step_20", "step_40", "step_60"}
-    assert latest(tmp_path) == run.checkpoints / "step_60"
-
-
 @pytest.mark.parametrize(("resume", "restarts"), [("auto", 0), ("never", 1), ("named", 1)])
 def test_a_damaged_newest_checkpoint_is_stepped_over_with_a_warning(resume: str, restarts: int, tmp_path: Path) -> None:
     """By `resume=auto`, and by every restart of the trainer."""
@@ -255,11 +230,3 @@ def test_a_damaged_newest_checkpoint_is_stepped_over_with_a_warning(resume: str,
     first, second = run.warnings
     assert re.search(f"step_40 .*{damaged} is damaged: {DATA}", first)
     assert second.endswith(str(run.checkpoints / "aside" / "step_60"))
-
-
-def test_a_damaged_checkpoint_that_was_named_is_refused(tmp_path: Path) -> None:
-    run = Resumed(tmp_path)
-    flip_a_byte(run.checkpoints / "step_40" / DATA)
-    with pytest.raises(CheckpointError, match=rf"step_40 is damaged: {DATA} has checksum"):
-        run.resume(str(run.checkpoints / "step_40"))
-    assert (run.trainer.restorations, names(tmp_path)) == ([], {"latest", "step_20", "step_40", "step_60"})

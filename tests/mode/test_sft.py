@@ -15,7 +15,6 @@ from app.placement.controller import CURSOR, DEMONSTRATIONS
 from app.start.input_checks import same_run
 from app.start.inputs import CheckStage, RunInputs
 from tests.compose import composed
-from tests.folders import run_app
 from tests.refusals import refused
 from tests.runs import Run
 from tests.tiny_models.make import Recipe
@@ -40,17 +39,6 @@ def steps_of(run: Run) -> list[dict[str, Any]]:
     machine = ("time/", "memory/", "checkpoint/", "trainer/tokens_per_second")
     lines = [line for line in run.metrics() if "time/step" in line]
     return [{name: value for name, value in line.items() if not name.startswith(machine)} for line in lines]
-
-
-@pytest.mark.parametrize("preview", ["plan", "doctor"])
-def test_a_preview_of_a_supervised_run_reads_its_rows(preview: str, rows: str, tmp_path: Path) -> None:
-    """The launchers append it to the words of the run."""
-    words = ["mode=sft", f"data.path={rows}", f"data.eval_path={rows}", *CHAT, "data.answer=null"]
-    code, text = run_app(*words, f"mode={preview}", cwd=tmp_path)
-    assert code == 0, text
-    assert "Data: refused" not in text
-    code, text = run_app(*words[1:], f"mode={preview}", cwd=tmp_path)
-    assert code != 0, text
 
 
 def test_a_supervised_run_starts_no_engine_and_a_resumed_one_is_the_same(
@@ -101,21 +89,6 @@ def test_a_resume_refuses_replies_that_changed(mode: str, changed: bool, tiny_mo
     now = inputs("sum" if changed else "add")
     with refused("data" if mode == "sft" else "data.demonstrations") if changed else nullcontext():
         same_run(now)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model", ["tiny", "tiny_lora"])
-def test_a_tiny_model_overfits_some_rows(model: str, start: Callable[..., Run], rows: str) -> None:
-    line = ["mode=sft", f"model={model}", f"data.path={rows}", f"data.eval_path={rows}", *CHAT, "eval.every=30"]
-    rate = "trainer.lr=1e-3" if model == "tiny" else "trainer.lr=1e-2"
-    run = start(*line, rate, "algorithm.prompts_per_step=6", "steps=60", "checkpoint.keep=0")
-    assert run.wait() == 0, run.text
-    summary = run.summary()
-    assert (summary["eval/accuracy_first"], summary["eval/accuracy_last"]) == (0.0, 1.0)
-    assert steps_of(run)[-1]["loss/ce"] < 0.05
-    held_out = [line["eval/cross_entropy"] for line in run.metrics() if "eval/cross_entropy" in line]  # the same rows
-    assert held_out[0] == pytest.approx(steps_of(run)[0]["loss/ce"], rel=1e-4)
-    assert held_out[-1] < 0.05 < held_out[0]
 
 
 @pytest.mark.slow

@@ -4,8 +4,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -110,28 +108,6 @@ def completions(file: Path) -> dict[str, list[int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", [["placement=colocate"], ["placement=fully_async"], ["mode=eval"]])
-def test_rows_of_messages_are_trained_and_evaluated_on(
-    what: list[str], start: Callable[..., Run], tmp_path: Path
-) -> None:
-    earlier = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1="}]
-    earlier.append({"role": "assistant", "content": "2"})
-    file = tmp_path / "rows.jsonl"
-    rows = [{"prompt": [*earlier, {"role": "user", "content": f"{n}+1="}], "answer": f"{n + 1}"} for n in range(40)]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    line = [f"data.path={file}", "data.question=prompt", "data.template=chat", "algorithm.prompts_per_step=4"]
-    run = start(*what, *line, "reward._target_=tests.reward.broken.reads_messages", "steps=2", *QUICK)
-    assert run.wait() == 0, run.text
-    rewards = [line[name] for line in run.metrics() for name in ("reward/mean", "eval/reward") if name in line]
-    assert set(rewards) == {4.0}  # messages
-    file = sorted((run.folder / "samples").glob("*.jsonl"))[-1]
-    sample = json.loads(file.read_text().splitlines()[0])
-    assert sample["prompt_text"].count("<|im_start|>") == 5
-    assert sample["prompt_text"].startswith("<|im_start|>system\nAdd.<|im_end|>\n<|im_start|>user\n1+1=<|im_end|>")
-    assert sample["question"] in sample["prompt_text"]
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "placement", [["colocate"], ["fully_async", "placement.max_staleness=0", "placement.in_flight=drain"]]
@@ -150,36 +126,6 @@ def test_the_second_model_family_is_generated_trained_and_pushed(
         assert line["mismatch/abs_difference"] < 1e-4
         assert line["grad_norm"] > 0
         assert line["sync/bytes"] > 100_000
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_a_sweep_leaves_a_summary_for_each_of_its_runs(tmp_path: Path, tiny_model: Path) -> None:
-    overrides = ["-m", "algorithm=grpo,dapo", "placement=colocate,fully_async", "steps=2", *QUICK]
-    command = [sys.executable, "-m", "app", *overrides, f"hydra.sweep.dir={tmp_path / 'sweep'}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=800)
-    assert done.returncode == 0, done.stderr
-    summaries = [json.loads(path.read_text()) for path in (tmp_path / "sweep").rglob("summary.json")]
-    assert [summary["status"] for summary in summaries] == ["finished"] * 4
-    rows = [line.split()[:4] for line in done.stderr.splitlines() if "  finished  " in line]
-    assert sorted(rows) == [
-        ["0", "grpo", "colocate", "finished"],
-        ["1", "grpo", "fully_async", "finished"],
-        ["2", "dapo", "colocate", "finished"],
-        ["3", "dapo", "fully_async", "finished"],
-    ]
-    assert {"report.html", "runs.csv"} <= {path.name for path in (tmp_path / "sweep").iterdir() if path.is_file()}
-
-
-@pytest.mark.slow
-def test_an_engine_that_dies_at_start_is_named_with_its_log(start: Callable[..., Run]) -> None:
-    run = start("+rollout.engine_args.attention-backend=no_such", *QUICK)
-    assert run.wait() == 1, run.text
-    assert run.gone_within(15), run.processes()
-    assert "engine 0" in run.last_lines
-    assert "'no_such'" in run.text
-    assert "[--skip-tokenizer-init]" not in run.text  # of SGLang's usage
-    assert "Traceback (most recent" not in run.last_lines
 
 
 @pytest.mark.slow

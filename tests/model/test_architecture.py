@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from app.config.model import TINY_PRESETS, LoraConfig, ModelConfig
+from app.config.model import LoraConfig, ModelConfig
 from app.config.rollout import RolloutConfig
 from app.device.torchvision_shim import transformers
 from app.model.architecture import (
@@ -18,7 +18,6 @@ from app.model.architecture import (
     context_tokens,
     from_config,
     require_context,
-    require_own_preset,
     trained_parameters,
 )
 from app.model.load import load
@@ -79,41 +78,6 @@ def test_the_adapters_of_a_model_are_counted(save: Callable[[Path], Path], targe
     trained = sum(tensor.numel() for _, tensor in named_trained_tensors(policy))
     assert adapter_parameters(shapes, lora) == trained_parameters(shapes, lora) == trained
     assert trained_parameters(shapes, LoraConfig()) == shapes.parameters
-
-
-def test_a_hub_model_in_the_cache_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_model: Path) -> None:
-    snapshot = tmp_path / "models--owner--name" / "snapshots" / "abc"
-    snapshot.mkdir(parents=True)
-    (snapshot / "config.json").write_text((tiny_model / "config.json").read_text())
-    (tmp_path / "models--owner--name" / "refs").mkdir()
-    (tmp_path / "models--owner--name" / "refs" / "main").write_text("abc")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    assert architecture_of(ModelConfig(path="owner/name")) == architecture_of(ModelConfig())
-    for unknown in ("owner/other", "/nowhere"):
-        assert architecture_of(ModelConfig(path=unknown)) is None
-
-
-def test_a_tiny_preset_takes_models_of_its_own_architecture_only(tiny_model: Path, tmp_path: Path) -> None:
-    for name, own in TINY_PRESETS.items():
-        require_own_preset(ModelConfig(name=name, path=own))
-    require_own_preset(ModelConfig(name="tiny", path=str(tiny_model)))
-    require_own_preset(ModelConfig(name="mine", path="owner/name"))
-
-    models = [
-        ModelConfig(name="tiny", path="owner/name"),
-        ModelConfig(name="tiny", path="tiny_qwen35"),
-        ModelConfig(name="tiny_qwen35", path=str(tiny_model)),
-        ModelConfig(name="tiny", path=str(tmp_path)),
-    ]
-    for model in models:
-        with refused("model.path", model.path, f"model=hf model.path={model.path}"):
-            require_own_preset(model)
-
-
-def test_a_config_that_is_not_json_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{")
-    with refused("model.path", tmp_path, "config.json"):
-        architecture_of(ModelConfig(path=str(tmp_path)))
 
 
 @pytest.mark.parametrize(

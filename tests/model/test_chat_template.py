@@ -17,7 +17,6 @@ from tests.byte_level import write_tokenizer
 from tests.compose import composed
 from tests.refusals import refused
 
-QUESTION = [{"role": "user", "content": "12+7="}]
 OWN = "{% for message in messages %}<|im_start|>{{ message.content }}<|im_end|>{% endfor %}<|im_start|>"
 
 

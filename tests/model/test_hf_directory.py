@@ -39,18 +39,6 @@ def test_an_incomplete_directory_is_refused_before_an_engine_starts(tmp_path: Pa
     assert "architectures" in problems_of("model=hf", f"model.path={path}", "data=arithmetic")["model"]
 
 
-@pytest.mark.parametrize("path", ["/no/such/model", "./no-such-model", "a/b/c"])
-def test_a_missing_directory_is_rejected_without_querying_the_hub(path: str) -> None:
-    with refused("model.path", path, "a directory"):
-        locate(ModelConfig(path=path))
-
-
-def test_a_hub_model_that_cannot_be_downloaded_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with refused("model.path", "nobody/nothing", "hub cannot be reached"):
-        locate(ModelConfig(path="nobody/nothing"))
-
-
 @pytest.fixture
 def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The snapshots of owner/name in a hub cache without a network: `OLD`, tagged v1, and `NEW`, the default branch."""
@@ -74,22 +62,6 @@ def test_a_hub_model_is_that_of_its_revision(revision: str | None, commit: str |
     path = locate(config)
     assert path == hub_cache / commit
     assert identity(path, LoraConfig())["source"].endswith(f"/snapshots/{commit}")  # what a checkpoint records
-
-
-def test_a_local_directory_has_no_revision(tmp_path: Path) -> None:
-    for path in ("tiny", str(tmp_path)):
-        with refused("model.revision", "v1", "null", "model.path"):
-            ModelConfig(path=path, revision="v1").validate()
-
-
-@pytest.mark.parametrize(
-    ("file", "content"), [("tokenizer.json", "{"), ("tokenizer.json", "{}"), ("tokenizer_config.json", "[]")]
-)
-def test_a_broken_tokenizer_is_refused(file: str, content: str, tmp_path: Path) -> None:
-    path = save_qwen3(tmp_path / "qwen3")
-    (path / file).write_text(content)
-    with refused("model.path", path, "tokenizer"):
-        load_tokenizer(path)
 
 
 TEXT = "The sum of 1 and 2 is\n\n3 , née. It 's\n    def f(x): 中文"

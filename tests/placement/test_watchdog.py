@@ -12,7 +12,6 @@ import pytest
 from app.config import RunConfig
 from app.config.placement import PlacementKind
 from app.errors import EngineError, RunError
-from app.placement.controller import PlacementController
 from app.placement.watchdog import MARGIN_S, POLL_INTERVAL_S, STATS_TIMEOUT_S, limit_seconds, watchdog
 from app.rollout.engine.remote import CALL_TIMEOUT_S
 from app.types import EngineStats, SyncReport
@@ -99,12 +98,6 @@ def test_a_completion_that_keeps_sampling_is_progress_however_long_it_takes(tmp_
     assert len(world.trainer.ids) == 8
 
 
-def test_a_long_evaluation_is_progress(tmp_path: Path) -> None:
-    world = World(quick(ASYNC, steps=2, every=1), tmp_path, lambda prompt_id: 0.46 * LIMIT, eval_rows=200)
-    assert play(world) > 2 * 5 * LIMIT
-    assert [step for _, step in world.recorder.evaluations] == [1, 2]
-
-
 @BOTH
 def test_calls_of_the_trainer_that_return_are_progress_when_nothing_is_sampled(
     kind: PlacementKind, tmp_path: Path
@@ -157,19 +150,6 @@ async def test_an_engine_that_does_not_say_what_it_sampled_neither_stops_the_wat
         async with watchdog(context.rollouter, context.pool, world.config, tmp_path):
             await asyncio.Event().wait()
     assert now() <= LIMIT + 3 * (POLL_INTERVAL_S + STATS_TIMEOUT_S)
-
-
-def test_signs_of_progress_of_servers_that_report_no_tokens_keep_a_run_alive(tmp_path: Path) -> None:
-    world = World(quick(ASYNC, steps=1), tmp_path, lambda prompt_id: 3 * LIMIT)
-
-    async def stats() -> EngineStats:
-        return EngineStats(groups=1, completion_tokens=0, beats=int(now()))
-
-    def at_start(controller: PlacementController) -> None:
-        for engine in world.engines:
-            engine.stats = stats  # type: ignore[method-assign]
-
-    assert play(world, at_start=at_start) > 3 * LIMIT
 
 
 def test_the_limit_is_above_the_deadline_of_every_single_call() -> None:

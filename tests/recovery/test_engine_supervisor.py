@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import doctest
 import json
 import re
 from collections import Counter
@@ -18,7 +17,6 @@ from app.errors import EngineError, EngineLost, RunError
 from app.mode.train import CONTROLLERS, save_last_step
 from app.placement.controller import PlacementController
 from app.placement.fully_async import FullyAsync
-from app.recovery import engine_supervisor
 from app.types import GroupRequest, InFlight, MemoryUse, TrainerMemory
 from tests.simulation import (
     BOTH,
@@ -295,11 +293,6 @@ async def test_an_engine_that_does_not_abort_is_lost_after_a_deadline_and_holds_
     for group in groups:
         group.cancel()
     assert now() == pytest.approx(1 + 10, abs=0.2)
-
-
-def test_pauses_between_restarts_are_bounded() -> None:
-    results = doctest.testmod(engine_supervisor)
-    assert (results.attempted, results.failed) == (1, 0)
 
 
 @virtual

@@ -1,6 +1,5 @@
 """`reward=code`: the forms of tests, and what a completion scores."""
 
-import asyncio
 import base64
 import contextlib
 import json
@@ -8,34 +7,22 @@ import os
 import pickle
 import re
 import zlib
-from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from app.config.placement import PlacementKind
-from app.config.reward import RewardConfig
-from app.data.cursor import PromptCursor
-from app.placement.colocate import Colocate
-from app.placement.fully_async import FullyAsync
 from app.reward.code.check import describe_tests, require_sandbox
 from app.reward.code.judge import Judge, returns, same_lines
 from app.reward.code.row_tests import RETURNS, Asserts, NoTests, Stdin, read_tests
 from app.reward.code.sandbox import LocalSandbox, reads_files, unavailable
-from app.reward.scorer import Scorer
-from app.types import Completion, GroupRequest, Trajectory
 from tests.refusals import refused
 from tests.reward.scorers import running_scorer, score, trajectory
-from tests.simulation import SimEngine, World, config, prompts
 
 MEMORY = 256 << 20
 TIMEOUT_S = 60.0
 MBPP: dict[str, Any] = {"test_list": ["assert add(1, 2) == 3", "assert add(-1, 1) == 0"], "test_setup_code": ""}
 RIGHT = "def add(a, b):\n    return a + b\n"
 HALF = "def add(a, b):\n    return 3\n"
-FIRST = "sim/0@0"
 
 
 @pytest.fixture
@@ -52,16 +39,6 @@ def passed(sandbox: LocalSandbox, program: str, row: dict[str, Any], answer: str
 def test_asserts_are_counted_one_by_one(sandbox: LocalSandbox) -> None:
     programs = (RIGHT, HALF, "", "def add(a):", "add = None")
     assert [passed(sandbox, program, MBPP) for program in programs] == [2, 1, 0, 0, 0]
-
-
-def test_values_of_pythons_plain_types_come_back_as_they_are(sandbox: LocalSandbox) -> None:
-    values: list[Any] = [
-        *(None, True, -7, 10**30, 0.1, float("inf"), "ä\n'\"\ud83d", b"\x00\xff", 1 - 2j, (), (1, (2,))),
-        *({1, 2}, frozenset({"a"}), {(1, 2): [None]}, [[]], set()),
-    ]
-    tests = [f"assert same({value!r}) == {value!r}".replace("inf", "float('inf')") for value in values]
-    program = "def same(value):\n    return value\n"
-    assert passed(sandbox, program, {"test_list": tests}) == len(values)
 
 
 def test_the_reference_solution_says_that_a_builtin_is_the_programs(sandbox: LocalSandbox) -> None:
@@ -184,62 +161,3 @@ def test_a_machine_that_cannot_confine_programs_is_refused(monkeypatch: pytest.M
             require_sandbox()
     finally:
         unavailable.cache_clear()
-
-
-@pytest.mark.parametrize("user", [0, 1000])
-def test_a_run_warns_that_programs_can_read_the_tests(user: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel without Landlock; only root's programs have a user of their own."""
-    monkeypatch.setattr("app.reward.code.check.unavailable", lambda: None)
-    monkeypatch.setattr("app.reward.code.check.reads_files", lambda: True)
-    monkeypatch.setattr(os, "getuid", lambda: user)
-    sentence, warns = require_sandbox()
-    assert warns
-    assert ("the tests" in sentence) == (user != 0)
-
-
-class WatchedScorer(Scorer):
-    """Sets an event when it gets the first prompt's programs."""
-
-    scoring: asyncio.Event
-
-    async def score(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-        if trajectories[0].prompt.id == FIRST:
-            self.scoring.set()
-        return await super().score(trajectories)
-
-
-class ScoredEngine(SimEngine):
-    """Samples endless programs for the first prompt, and the others' only when these are being scored."""
-
-    scoring: asyncio.Event
-
-    async def generate(self, request: GroupRequest) -> list[Completion]:
-        completions = await super().generate(request)
-        if request.prompt_id == FIRST:
-            return [replace(each, text=fenced("while True:\n    pass\n")) for each in completions]
-        await asyncio.wait_for(self.scoring.wait(), 60)
-        return [replace(each, text=fenced(RIGHT if index else HALF)) for index, each in enumerate(completions)]
-
-
-@pytest.mark.parametrize("kind", list(PlacementKind))
-async def test_completions_are_generated_while_programs_are_scored(kind: PlacementKind, tmp_path: Path) -> None:
-    world = World(config(kind, steps=1), tmp_path, engine_count=1)
-    trained, evaluated = ([replace(each, row=MBPP) for each in prompts(4, name)] for name in ("sim", "eval"))
-    world.cursor = PromptCursor(trained, seed=0, shuffle=False)
-    world.scorer = scorer = WatchedScorer(RewardConfig(components={"code": 1.0}, timeout_s=0.5, workers=2))
-    parts = replace(world.context(), evals={"eval": evaluated})
-    engine = ScoredEngine(lambda prompt_id: 0.1, lambda prompt_id, member: True)
-    engine.scoring = scorer.scoring = asyncio.Event()
-    parts.pool.engines[:] = world.sync.engines = [engine]
-    try:
-        await scorer.start()
-        await (Colocate if kind is PlacementKind.colocate else FullyAsync)(parts).run()
-    finally:
-        scorer.close()
-
-    spans = list(world.recorder.timeline._spans)
-    (scored,) = (each for each in spans if (each.track, each.name) == ("score", FIRST))
-    others = [f"sim/{row}@0" for row in (1, 2, 3)]
-    generated = [each.end for each in spans if each.track.startswith("generate") and each.name in others]
-    assert len(generated) == 3
-    assert all(scored.start < end < scored.end for end in generated)

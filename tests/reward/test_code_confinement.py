@@ -272,25 +272,3 @@ def test_a_comparison_with_a_value_is_never_the_programs(judge: Judge) -> None:
     tests = "f(3) == 9; 9 == f(3); not f(3) != 9; 8 < f(3) < 10; f(3) in [9]; 9 in f(3); f(3) in {9: 1}; [f(3)] == [9]"
     for test in tests.split("; "):
         assert judge.passed(liar, read_tests({"test_list": [f"assert {test}"]})) == 0, test
-
-
-def test_no_library_call_is_needed_that_the_filter_refuses() -> None:
-    """Modules of the standard library that programs use are imported and work under the filter."""
-    if (reason := unavailable()) is not None:
-        pytest.skip(reason)
-    program = (
-        "import argparse, array, ast, asyncio, bisect, calendar, cmath, collections, copy, csv, ctypes, dataclasses\n"
-        "import datetime, decimal, difflib, enum, fractions, functools, glob, graphlib, hashlib, heapq, html, inspect\n"
-        "import io, ipaddress, itertools, json, keyword, locale, logging, math, operator, os, pathlib, pickle\n"
-        "import platform, pprint, queue, random, re, secrets, select, shlex, shutil, signal, sqlite3\n"
-        "import statistics, string, struct, tempfile, textwrap, threading, time, timeit, traceback, typing\n"
-        "import unicodedata, unittest, urllib.parse, uuid, xml.etree.ElementTree, zlib, zoneinfo\n"
-        "time.sleep(0.001); random.seed(); secrets.token_hex(); hashlib.sha256(b'x'); os.cpu_count()\n"
-        "platform.machine(); os.listdir('/usr'); tempfile.gettempprefix(); signal.alarm(0); queue.Queue().put(1)\n"
-        "threading.Timer(0, print).start()\n"
-        "print(sqlite3.connect(':memory:').execute('select 41 + 1').fetchone()[0], end='')\n"
-    )
-    with tempfile.TemporaryFile() as errors:
-        output = LocalSandbox(512 << 20, errors.fileno()).run(program, "", 60.0)
-        errors.seek(0)
-        assert output == "\n42", errors.read().decode()

@@ -2,12 +2,11 @@
 
 from typing import Any
 
-from app.config.reward import BUILT_IN, CodeArgs, RewardConfig
+from app.config.reward import BUILT_IN
 from app.reward.component import IN_PROCESS, built_in
 from app.reward.environment import NoScore
 from app.reward.exact import exact
 from app.reward.format import format
-from tests.refusals import refused
 from tests.reward.scorers import trajectory
 
 
@@ -30,12 +29,3 @@ def test_every_built_in_component_loads() -> None:
     (without_episode,) = score([trajectory("46")])
     assert isinstance(without_episode, NoScore)  # a failure
     assert set(IN_PROCESS) < set(BUILT_IN)
-
-
-def test_only_code_takes_arguments() -> None:
-    accepted = RewardConfig(components={"code": 1.0, "format": 0.1}, args={"partial": True, "memory_mib": 64})
-    accepted.validate()
-    assert accepted.code == CodeArgs(partial=True, memory_mib=64)
-    assert accepted.terms()["format"].args == {}
-    with refused("reward.args", {"partial": True}):
-        RewardConfig(components={"math": 1.0}, args={"partial": True}).validate()

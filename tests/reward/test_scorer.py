@@ -1,14 +1,12 @@
 """Scores of custom and built-in rewards in their workers, and what becomes of calls that fail or hang."""
 
 import os
-import threading
 from pathlib import Path
 
-import psutil
 import pytest
 
 from app.errors import RunError
-from app.reward import component, reward_pool
+from app.reward import component
 from tests.refusals import refused
 from tests.reward.scorers import OWN, TOWER, failed, pids, running_scorer, score, trajectory
 from tests.waiting import until
@@ -31,16 +29,6 @@ def test_own_and_built_in_components_are_summed_with_weights_and_reported_withou
     assert [*scored[1].reward_components] == ["math", "format", "exact", "brief", "polite"]
 
 
-def test_exact_starts_no_process_and_no_thread() -> None:
-    batch = [trajectory("42", prompt_id=f"set/{index // 8}@0") for index in range(128)]
-    children, threads = psutil.Process().children(), threading.enumerate()
-    with running_scorer(components={"exact": 1.0}) as scorer:
-        assert score(scorer, batch) == [1.0] * 128
-        assert psutil.Process().children() == children
-        assert threading.enumerate() == threads
-        assert scorer.pools == []
-
-
 def test_a_function_gets_the_trajectories_of_one_prompt_and_its_arguments_as_they_are() -> None:
     batch = [trajectory("a", prompt_id="set/1@0")] * 3 + [trajectory("b", prompt_id="set/2@0")] * 2
     with running_scorer(_target_=f"{OWN}.ranked", args={"weights": {2: (0.5, 1.0)}}) as scorer:
@@ -61,12 +49,6 @@ def test_a_class_is_instantiated_once_and_judges_a_group_concurrently_on_one_eve
     assert [text.count(f"judged {each}\n") for each in ("a", "b", "bad", "c", "d")] == [1] * 5
     assert "Traceback (most recent call last)" in text
     assert "Judge failed on set/0@0, 4 trajectories: exception: ConnectionError: refused at " in text
-
-
-def test_several_workers_score_at_the_same_time(tmp_path: Path) -> None:
-    batch = [trajectory("a", prompt_id=f"set/{index}@0") for index in range(2)]
-    with running_scorer(_target_=f"{OWN}.meets", args={"folder": str(tmp_path)}, workers=2) as scorer:
-        assert score(scorer, batch) == [1.0, 1.0]
 
 
 # Calls that fail
@@ -143,27 +125,3 @@ def test_too_many_failures_end_the_run_in_a_full_step_and_at_the_end_of_a_short_
     assert message.startswith("5 of 5 trajectories failed, more than reward.max_failed_fraction=0.25 of a step's 16 ")
     assert "the last: component raises, exception: KeyError: 'score' at " in message
     assert "broken.py:" in message
-
-
-def test_each_component_warns_of_its_first_failure() -> None:
-    components = {name: {"_target_": f"{OWN}.{name}"} for name in ("nothing", "text")}
-    warned: list[str] = []
-    with running_scorer(components=components, max_failed_fraction=1.0, warned=warned) as scorer:
-        score(scorer, [trajectory("a")] * 3)
-    first, second = sorted(warned)
-    assert first.startswith("reward component nothing failed: value: returned a NoneType")
-    assert "reward.max_failed_fraction=1" in first
-    assert second.startswith("reward component text failed: value: returned 'x'")
-
-
-def test_a_call_that_is_slow_or_repeated_is_a_warning_before_anything_has_failed_for_good(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(reward_pool, "SLOW_WARNING_S", 0.1)
-    warned: list[str] = []
-    with running_scorer(_target_=f"{OWN}.hangs", timeout_s=0.25, max_failed_fraction=1.0, warned=warned) as scorer:
-        score(scorer, [trajectory("a")] * 2)
-    slow, again, late = warned
-    assert slow.startswith("reward component hangs has no result for 2 trajectories after 0.1 s; it has 0.5 s ")
-    assert again.startswith("reward component hangs failed on a call for 2 trajectories (timeout: ")
-    assert late.startswith("reward component hangs failed: timeout: no result for 1 completion(s) within 0.25 s")

@@ -1,7 +1,5 @@
 """Custom rewards are tried on made-up completions before anything starts."""
 
-import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,56 +42,12 @@ def test_a_reward_that_hangs_is_refused_at_its_deadline_and_named_before(
     assert capsys.readouterr().err == "trying reward component slow: no result after 0.2 s; it has 1 s\n"
 
 
-def test_a_reward_that_fails_on_some_completions_is_a_warning() -> None:
-    (warning,) = tried(PROMPTS, _target_=f"{OWN}.first_word")
-    assert " 3 of 6 " in warning
-
-
-def test_a_slow_reward_is_a_warning_and_is_tried_on_one_prompt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(tryout, "SLOW_SECONDS", 0.1)
-    monkeypatch.setattr(tryout, "MAX_COMPONENT_SECONDS", 0.2)
-    calls = tmp_path / "calls"
-    (warning,) = tried(PROMPTS, _target_=f"{OWN}.slow", args={"calls": str(calls)})
-    assert warning.startswith("reward component slow took ")
-    assert "reward.workers" in warning
-    assert calls.read_text() == "2 "
-
-
 def test_a_good_reward_sees_real_rows_with_the_answer_and_an_empty_text(tmp_path: Path) -> None:
     seen = tmp_path / "seen"
     assert tried(PROMPTS, _target_=f"{OWN}.sees", args={"seen": str(seen)}) == []
     assert seen.read_text().splitlines() == [
         line for level in range(3) for line in (f"{level}|{level}|[{48 + level}, {END}]", f"{level}||[{END}]")
     ]
-
-
-INVERTED = {"inverted": {"_target_": f"{OWN}.inverted"}}
-CONSTANT = {"works": {"_target_": f"{OWN}.works"}}
-
-
-@pytest.mark.parametrize(
-    ("components", "scores"),
-    [
-        (INVERTED, ("-1", "0")),
-        (CONSTANT, ("1", "1")),
-        ({**INVERTED, "exact": 0.5}, ("-0.5", "0")),  # built-in components count, and are not run
-        ({**INVERTED, "exact": 2.0}, None),
-        ({"tagged": {"_target_": f"{OWN}.tagged"}}, None),  # it reads the answer in a form of its own
-        ({**INVERTED, "code": 1.0}, None),  # nobody knows what the answer of a row scores
-    ],
-)
-def test_a_reward_that_does_not_prefer_the_answer_to_an_empty_text_is_a_warning(
-    components: dict[str, Any], scores: tuple[str, str] | None
-) -> None:
-    found = [re.findall(r"-?\d[\d.]*", warning) for warning in tried(PROMPTS, components=components)]
-    assert found == ([] if scores is None else [[*scores]])
-    assert tried([replace(prompt, answer="") for prompt in PROMPTS], components=components) == []
-
-
-def test_without_the_tryout_a_reward_is_only_loaded() -> None:
-    assert tried(PROMPTS, _target_=f"{OWN}.raises", tryout=False) == []
-    with refused("reward._target_", "os.no_such", "no no_such"):
-        tried(PROMPTS, _target_="os.no_such", tryout=False)
 
 
 def test_a_completion_ends_as_the_tokenizer_ends_a_sequence(tiny_model: Path) -> None:

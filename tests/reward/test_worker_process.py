@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from app.config.reward import RewardConfig
-from app.reward.scorer import Scorer
 from tests.reward.scorers import OWN, failed, pids, running_scorer, score, trajectory
 
 
@@ -72,17 +70,3 @@ def test_closing_stops_every_worker_and_every_call_in_flight() -> None:
         assert scorer.runner.run(close_while_scoring()) == [0]
         assert len(workers) == 2
         assert not any(os.path.exists(f"/proc/{pid}") for pid in workers)
-
-
-def test_closing_while_the_workers_start_leaves_no_exception_behind() -> None:
-    reported: list[object] = []
-
-    async def interrupted() -> None:
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
-        scorer = Scorer(RewardConfig(components={"math": 1.0}), step_trajectories=1, log=None, warn=reported.append)
-        await scorer.start()
-        await asyncio.sleep(0)  # the workers' processes begin
-        scorer.close()
-
-    asyncio.run(interrupted())
-    assert reported == []

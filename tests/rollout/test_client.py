@@ -1,8 +1,6 @@
 """The bodies of requests, and how replies and failures are read."""
 
 import asyncio
-import json
-import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -19,7 +17,7 @@ from aiohttp import web
 
 from app.errors import EngineError
 from app.rollout.engine import client as clients
-from app.rollout.engine.client import Client, ConnectionLost, parse, spans, spans_in_place
+from app.rollout.engine.client import Client, parse, spans, spans_in_place
 from app.types import FinishReason, VersionSpan
 from tests.rollout.support import host_spec, remote, request
 
@@ -151,20 +149,6 @@ async def test_a_call_that_fails_says_which_engine_and_why(handler: Handler, sen
         assert sentence.format(url=url) in error
 
 
-def test_a_server_that_accepts_no_connection_is_a_lost_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also for generation, which has no deadline of its own."""
-    monkeypatch.setattr(clients, "CONNECT_TIMEOUT_S", 0.2)
-    with socket.socket() as listening, socket.socket() as first, socket.socket() as second:
-        listening.bind(("127.0.0.1", 0))
-        listening.listen(0)
-        for filler in (first, second):  # a full backlog: further connections hang
-            filler.setblocking(False)
-            filler.connect_ex(listening.getsockname())
-        error = asyncio.run(failure(f"http://127.0.0.1:{listening.getsockname()[1]}", seconds=None))
-    assert isinstance(error, ConnectionLost)
-    assert "engine 1: /flush failed: ConnectionTimeoutError" in str(error)
-
-
 async def test_the_members_of_a_group_have_their_own_request_ids(ray_session: None, tmp_path: Path) -> None:
     bodies: list[dict[str, Any]] = []
 
@@ -228,10 +212,3 @@ async def test_a_long_reply_is_parsed_member_by_member_outside_of_the_event_loop
     assert [len(flat) for _, _, flat in parsed] == [
         1
     ] * 8  # no list for each token, for the garbage collector to follow
-
-
-@pytest.mark.parametrize("separators", [(",", ":"), (", ", ": ")])
-@pytest.mark.parametrize("first", ['a"},{"text":"b', [{"a": 1}, {"text": 2}]])
-def test_a_list_is_parsed_whatever_its_members_hold(first: Any, separators: tuple[str, str]) -> None:
-    members = [{"text": first, "spans": [{"text": 1}, {"version": 2}]}, {"text": "c"}]
-    assert clients.parse_list(json.dumps(members, separators=separators).encode()) == members

@@ -3,7 +3,6 @@
 import asyncio
 import re
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,6 @@ import pytest
 from app.environment.protocol import Task
 from app.errors import EngineLost, RunError
 from app.rollout.episodes import EpisodeLimits, Episodes
-from app.rollout.episodes.attempt import MIN_SHOWN_S
 from app.rollout.episodes.player import episode_failures
 from app.rollout.requests import Aborted
 from app.tracking.run_folder.timeline import Timeline
@@ -21,7 +19,6 @@ from tests.rollout.episodes import rollouter_with
 from tests.simulated_environments import OBSERVATION, Script, SimEnvironments
 from tests.simulation import SimEngine, now, prompts, run_virtual, virtual
 
-SAMPLING = Sampling(1.0, 1.0, 64)
 PROMPT = [0, 1, 2]
 
 
@@ -35,13 +32,6 @@ class RecordingEngine(SimEngine):
     async def generate(self, request: GroupRequest) -> list[Completion]:
         self.requests.append(request)
         return await super().generate(request)
-
-
-class VirtualTimeline(Timeline):
-    """Its clock is the event loop's."""
-
-    def now(self) -> float:
-        return now()
 
 
 class Setting:
@@ -151,12 +141,6 @@ def test_an_episode_that_was_lost_with_its_worker_is_not_charged() -> None:
     assert setting.episodes.failures.by_kind == {"lost": 8}
 
 
-def test_an_episode_that_is_lost_for_ever_is_left_out() -> None:
-    setting = Setting(lambda task, number: Script(fails_at=0, kind="lost"), retries=0, max_failed_fraction=1.0)
-    assert run_virtual(setting.group()).trajectories == ()
-    assert setting.episodes.failures.by_kind == {"lost": 2 * 11}
-
-
 def test_too_many_failures_end_the_run_with_the_reason() -> None:
     setting = Setting(lambda task, number: Script(fails_at=0), max_failed_fraction=0.25)
     sentence = (
@@ -205,21 +189,6 @@ def test_a_sequence_never_outgrows_the_context() -> None:
     assert max(len(r.token_ids) + r.sampling.max_tokens for r in setting.requests) == 8 + 6
 
 
-def test_an_opening_that_is_too_long_is_a_failure_with_both_numbers() -> None:
-    setting = Setting(retries=0, max_failed_fraction=1.0)
-    setting.episodes.limits = EpisodeLimits(2, 64, 0)
-    assert run_virtual(setting.group()).trajectories == ()
-    (warning,) = setting.warnings
-    assert re.search("3 tokens.*rollout.max_prompt_tokens=2", warning)
-
-
-def test_an_episode_in_which_the_policy_was_never_asked_has_no_sampled_token() -> None:
-    setting = Setting(lambda task, number: Script(turns=0, score=0.5))
-    for trajectory in run_virtual(setting.group()).trajectories:
-        assert (trajectory.sampled_tokens, trajectory.tokens, trajectory.oldest_version) == (0, 3, 3)
-        assert trajectory.reward == 0.5
-
-
 @virtual
 async def test_the_members_of_a_group_have_one_seed_and_groups_have_others() -> None:
     setting = Setting()
@@ -228,16 +197,3 @@ async def test_the_members_of_a_group_have_one_seed_and_groups_have_others() -> 
     await setting.group(prompt=1)
     seeds = [session.task.seed for session in setting.environments.sessions]
     assert seeds[0] == seeds[1] != seeds[2] == seeds[3]
-
-
-@virtual
-async def test_a_slow_stretch_of_an_environment_is_on_the_timeline_and_neither_a_fast_one_nor_a_turn_is() -> None:
-    slow, timeline = 5 * MIN_SHOWN_S, VirtualTimeline()
-    setting = Setting(
-        lambda task, number: Script(turns=2, seconds=slow if number else MIN_SHOWN_S / 5), timeline=timeline
-    )
-    await setting.group(size=2)
-    spans = [span for span in timeline._spans if span.track == "environment"]
-    assert [span.name for span in spans] == ["sim/0 member 1"] * 3  # before each turn, and at the end
-    assert [span.end - span.start for span in spans] == pytest.approx([slow] * 3)
-    assert [after.start - before.end for before, after in pairwise(spans)] == pytest.approx([1.0] * 2)

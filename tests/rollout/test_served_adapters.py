@@ -10,7 +10,7 @@ import pytest
 
 from app.errors import EngineError
 from app.rollout.engine.client import NoAnswer
-from app.rollout.engine.served_adapters import Adapter, Adapters, adapter_limit
+from app.rollout.engine.served_adapters import Adapter, Adapters
 
 BODY: dict[str, Any] = {"config_dict": {}, "serialized_named_tensors": [""], "load_format": None}
 
@@ -88,36 +88,6 @@ async def test_an_adapter_whose_load_was_not_answered_is_unloaded_later() -> Non
     assert server.loaded == ["policy-v3-h-2"]
 
 
-async def test_an_unload_that_failed_is_logged_and_tried_again_with_the_next_load(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    with caplog.at_level(logging.WARNING):
-        server = Double()
-        await server.adapters.load(1, BODY)
-        server.failures["-"] = [EngineError("engine 0: the server refused")]
-        assert await server.adapters.load(2, BODY) == 2
-        (await server.request()).set()
-        await settled()
-        assert server.calls == ["+policy-v1-h-0", "+policy-v2-h-1", "-policy-v1-h-0"]  # not tried all the time
-        assert await server.adapters.load(3, BODY) == 1
-        assert server.loaded == ["policy-v3-h-2"]
-    (warning,) = caplog.messages
-    assert warning.startswith("engine 0: policy-v1-h-0 ")
-
-
-async def test_a_load_does_not_fail_because_an_unload_is_refused(caplog: pytest.LogCaptureFixture) -> None:
-    """Otherwise an unload that had no reply, and took place, would fail all later loads."""
-
-    with caplog.at_level(logging.WARNING):
-        server = Double(limit=2)
-        await server.adapters.load(1, BODY)
-        server.failures["-"] = [NoAnswer("no answer"), EngineError("it does not exist")]
-        assert await server.adapters.load(2, BODY) == 2
-        assert await server.adapters.load(3, BODY) == 1
-    (warning,) = caplog.messages[1:]
-    assert warning.startswith("engine 0: policy-v1-h-0 ")
-
-
 async def test_the_oldest_requests_are_aborted_when_the_server_holds_no_more(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         server = Double(limit=3)
@@ -140,12 +110,3 @@ async def test_requests_that_do_not_end_when_aborted_fail_the_load() -> None:
     with pytest.raises(EngineError, match=r"engine 0: .*policy 1 .*within"):
         await server.adapters.load(3, BODY)
     assert server.loaded == ["policy-v1-h-0", "policy-v2-h-1"]
-
-
-@pytest.mark.parametrize(
-    ("info", "flag"),
-    [({"enable_lora": False}, "--enable-lora"), ({"enable_lora": True, "max_loaded_loras": 1}, "--max-loaded-loras 1")],
-)
-def test_a_server_that_cannot_take_adapters_is_refused(info: Mapping[str, Any], flag: str) -> None:
-    with pytest.raises(EngineError, match=f"^engine 0 at http://a:1 .*{flag}"):
-        adapter_limit("engine 0", "http://a:1", info)

@@ -1,8 +1,6 @@
 """The command line, port and environment of a server."""
 
-import asyncio
 import socket
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,12 +8,10 @@ import pytest
 
 from app.device import device_of
 from app.rollout.engine.launcher import forbid_expandable_segments
-from app.rollout.engine.server import Server, ServerSpec
+from app.rollout.engine.server import Server
 from app.rollout.engine.server_args import engine_flags, engine_seed
-from app.types import EngineStart
-from app.utils.process import PARENT_VARIABLE
 from tests.compose import composed
-from tests.rollout.support import KEY, host_spec, server_spec
+from tests.rollout.support import KEY, server_spec
 
 
 def test_the_command_has_the_flags_and_not_the_key(tmp_path: Path) -> None:
@@ -27,28 +23,6 @@ def test_the_command_has_the_flags_and_not_the_key(tmp_path: Path) -> None:
     assert command[command.index("--disable-cuda-graph") + 1].startswith("--")  # a bare flag
     assert not {"--trust-remote-code", "--log-level"} & set(command)
     assert KEY not in " ".join(command)
-
-
-def test_no_representation_shows_the_key(tmp_path: Path) -> None:
-    server = server_spec(tmp_path, tmp_path, name="engine 0")
-    assert server.key == KEY
-    assert KEY not in repr(server)
-    assert KEY not in repr(host_spec(tmp_path, name="engine 0", server=server, key=KEY))
-
-
-async def test_the_phase_of_a_start_is_read_from_what_this_server_logged(tmp_path: Path) -> None:
-    spec = replace(server_spec(tmp_path, tmp_path, name="engine 0"), log=tmp_path / "engine.log")
-    spec.log.write_text("max_total_num_tokens=65536\n")  # of the server before it
-    server = Server(spec)
-
-    await server.start()
-    found = [server.start_phase()]
-    for line in ("Load weight begin. avail", "Load weight end. elapsed", "Memory pool end\nmax_total_num_tokens=6"):
-        with spec.log.open("a") as log:
-            log.write(f"[2026-11-22 05:32:26] {line}\n")
-        found.append(server.start_phase())
-    await server.stop()
-    assert found == list(EngineStart)
 
 
 @pytest.mark.parametrize(
@@ -107,25 +81,6 @@ async def test_the_port_of_a_server_is_reserved_from_its_start_to_its_stop(tmp_p
     await server.stop()
     with socket.socket() as other:
         other.bind(address)
-
-
-async def test_a_server_can_take_a_title_whatever_variables_it_changes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Process lists show "sglang::scheduler" as the title, and our tests find the scheduler by it."""
-    code = (
-        "import os, pathlib\n"
-        f"for name in set(os.environ) - {{{PARENT_VARIABLE!r}}}: os.environ[name] += '; changed'\n"
-        "import setproctitle\n"
-        "setproctitle.setproctitle('engine::title')\n"
-        "print(pathlib.Path('/proc/self/cmdline').read_bytes().rstrip(b'\\0').decode())\n"
-    )
-    monkeypatch.setattr(ServerSpec, "command", lambda spec: [sys.executable, "-c", code])
-    server = Server(replace(server_spec(tmp_path, tmp_path, name="engine 0"), fork=None))
-
-    await server.start()
-    await asyncio.wait_for(server.died(), 30)
-    assert server.tail().strip() == "| engine::title"
 
 
 def test_expandable_segments_are_kept_from_engines_with_a_memory_saver() -> None:

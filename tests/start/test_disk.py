@@ -54,9 +54,3 @@ def test_free_space_is_that_of_the_nearest_folder_that_exists(tmp_path: Path, mo
     monkeypatch.setattr(shutil, "disk_usage", disk_usage)
     assert free_bytes(tmp_path / "not" / "made") == 7
     assert asked == [tmp_path]
-
-
-def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with refused("hydra.run.dir", tmp_path / "file", f"{tmp_path / 'file'} is a file"):
-        [*disk(RunInputs(composed(), CheckStage.doctor, tmp_path / "file"))]

@@ -1,6 +1,5 @@
 """An environment that cannot be loaded is refused before a run's folder exists; the doctor also plays an episode."""
 
-import asyncio
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -9,12 +8,9 @@ import psutil
 import pytest
 
 from app.mode import doctor
-from app.start.environments import require_environment, worker_spec
-from app.start.inputs import CheckStage, CheckStatus, Finding, RunInputs
-from app.start.preflight import preflight
+from app.start.environments import require_environment
+from app.start.inputs import CheckStage, Finding, RunInputs
 from tests.compose import composed, problems_of
-from tests.environment.qwen import write_model
-from tests.refusals import refused
 
 OWN = "tests.mode.own_environments"
 
@@ -59,53 +55,3 @@ def test_an_environment_that_cannot_be_loaded_is_one_sentence_and_leaves_no_proc
 def test_another_interpreter_loads_it_from_the_working_directory(tiny_model: Path) -> None:
     require_environment(composed(*own("Guess", f"environment.python={sys.executable}")), tiny_model)
     assert workers() == []
-
-
-def test_a_job_of_a_sweep_loads_its_environment_while_its_loop_runs(tiny_model: Path) -> None:
-    async def job(*overrides: str) -> RunInputs:
-        return preflight(composed(*overrides))
-
-    inputs = asyncio.run(job(*own("Guess"), f"model.path={tiny_model}"))
-    assert inputs.model_path == tiny_model
-    with refused("", "", "has no Missing"):
-        asyncio.run(job(*own("Missing"), f"model.path={tiny_model}"))
-    assert workers() == []
-
-
-def test_the_renderer_opens_replies_as_the_data_does(tmp_path: Path) -> None:
-    folder = write_model(tmp_path / "model", "qwen3")
-    for thinking in (False, True):
-        config = composed(*own("Guess"), "data.template=chat", f"data.thinking={str(thinking).lower()}")
-        assert worker_spec(config, folder).renderer.enable_thinking is thinking
-
-
-def test_rewards_are_not_tried_on_completions_without_turns(tiny_model: Path) -> None:
-    """`raises` fails on every completion, so without an environment it is refused."""
-    reward = "reward._target_=tests.reward.broken.raises"
-    with refused("reward._target_", "tests.reward.broken.raises", "KeyError"):
-        preflight(composed(reward))
-    preflight(composed(f"environment._target_={OWN}.Guess", reward))
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("Guess", "an episode of 1 made-up turn: found 1, polite 0.5"),
-        ("Speaks", "an episode of 3 made-up turns: found 0, polite 0.5"),
-        ("Raises", "an episode of made-up turns failed: step raised KeyError: 'board' at"),
-        ("Dies", "an episode of made-up turns failed: the worker process died (exit code 3)"),
-        ("Hangs", "an episode of made-up turns failed: step took longer than 2 s"),
-    ],
-)
-def test_the_doctor_plays_an_episode(name: str, message: str, tiny_model: Path) -> None:
-    check = episode(*own(name, "environment.timeout_s=2"))
-    assert check.message.startswith(f"{OWN}.{name}, {message}")
-    assert check.status is (CheckStatus.ok if name in ("Guess", "Speaks") else CheckStatus.fail)
-    assert bool(check.hint) == (check.status is not CheckStatus.ok)
-    assert "; log:" not in check.message
-    assert workers() == []
-
-
-def test_without_the_model_the_doctor_cannot_render() -> None:
-    check = episode("model=hf", "model.path=owner/name", *own("Guess"))
-    assert (check.status, check.hint) == (CheckStatus.warn, "examine it again when the model is on this machine")

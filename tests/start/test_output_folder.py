@@ -1,22 +1,17 @@
 """Whose folder it is: refused starts change nothing, default folders differ, and nothing finished is overwritten."""
 
 import json
-import shlex
 import shutil
 from pathlib import Path
 
 import pytest
-from hydra._internal.config_loader_impl import get_overrides_dirname
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
-from app.config.command_line import override
 from app.errors import RunError
-from app.recovery import resume, saved_config
-from app.start.output_folder import output_folder, save_configuration
+from app.start.output_folder import output_folder
 from app.start.settle import settle
 from app.tracking.recorder import RunFolderRecorder
-from tests.folders import a_run, composed_by_hydra, content, run_app, run_new_app, start_app
+from tests.folders import a_run, composed_by_hydra, content, run_app, start_app
 from tests.waiting import until
 
 HELD = "tests.mode.held_app"
@@ -70,21 +65,6 @@ def test_runs_and_sweeps_started_in_the_same_second_get_folders_of_their_own(
     assert sorted(metrics(run)[0]["lr"] for run in runs) == sorted(map(float, ",".join(rates).split(",")))
 
 
-def test_the_steps_of_epochs_are_saved_for_one_run_and_for_each_job_of_a_sweep(
-    tiny_model: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "go").touch()
-    rows = "data.arithmetic.problems=40"  # and 16 prompts a step
-    code, text = run_app("epochs=3", rows, f"hydra.run.dir={tmp_path / 'run'}", cwd=tmp_path, module=HELD)
-    assert code == 0, text
-    assert "8 steps of 16 prompts" in text
-    code, text = run_app("-m", "epochs=1,2", rows, f"hydra.sweep.dir={tmp_path / 'sweep'}", cwd=tmp_path, module=HELD)
-    assert code == 0, text
-    jobs = sorted(each for each in (tmp_path / "sweep").iterdir() if each.is_dir())
-    folders = [tmp_path / "run", *jobs]
-    assert [OmegaConf.load(each / "config" / "config.yaml").steps for each in folders] == [8, 3, 5]
-
-
 def test_the_folder_of_an_earlier_sweep_is_refused(tmp_path: Path) -> None:
     (tmp_path / "go").touch()
     a_run(tmp_path / "sweep" / "0-seed=0")
@@ -107,32 +87,6 @@ def test_each_job_of_a_sweep_has_one_folder_whatever_its_overrides_are(tiny_mode
     assert [run.name.partition("-")[0] for run in runs] == ["0", "1"]
     assert {run.parent for run in runs} == {sweep}
     assert (sweep / "report.html").is_file()
-
-
-def test_a_sweep_with_a_failed_job_says_so_to_its_caller(tmp_path: Path) -> None:
-    code, text = run_app("-m", "seed=0,1", "data.path=/no/such.jsonl", cwd=tmp_path)
-    assert (code, "data.path=/no/such.jsonl is not accepted" in text) == (1, True)
-
-
-def test_a_traceback_on_request_changes_no_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
-    code, text = run_new_app("algorithm.group_size=1", cwd=tmp_path)
-    assert (code, "Traceback" in text) == (2, True)
-
-
-@pytest.mark.parametrize("parent", ["outputs/sweeps", "my runs", "a=b,c", 'quoted "twice"', "it's"])
-def test_the_line_that_resumes_a_job_of_a_sweep_is_one_that_hydra_reads(parent: str, tmp_path: Path) -> None:
-    overrides = ["algorithm=grpo", "placement=colocate"]
-    separators = composed_by_hydra().hydra.job.config.override_dirname
-    name = get_overrides_dirname(
-        OverridesParser.create().parse_overrides(overrides), [], separators.item_sep, separators.kv_sep
-    )
-    run = tmp_path / parent / f"0-{name}"
-    (word,) = shlex.split(override("resume", run))
-    parsed = OverridesParser.create().parse_override(word)
-    assert (parsed.key_or_group, parsed.value(), parsed.is_sweep_override()) == ("resume", str(run), False)
-    if parent == "outputs/sweeps":
-        assert word == f"resume={tmp_path}/outputs/sweeps/0-algorithm-grpo+placement-colocate"
 
 
 @pytest.mark.parametrize(
@@ -187,32 +141,6 @@ def test_a_run_that_another_process_continued_before_the_lock_was_free_is_left_a
     assert {name: digest for name, digest in content(run).items() if name != "driver.lock"} == there
 
 
-@pytest.mark.parametrize("words", [["resume=auto", "hydra.run.dir={run}"], ["resume={run}/checkpoints/step_2"]])
-def test_a_run_that_another_process_continued_while_its_files_were_read_is_left_alone(
-    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = a_run(tmp_path / "run", "steps=9", step=2)
-
-    def written_meanwhile(folder: Path) -> DictConfig:
-        saved = saved_config.load(folder)
-        (folder / "summary.json").write_text('{"status": "finished", "steps": 9}')
-        return saved
-
-    monkeypatch.setattr(resume, "load", written_meanwhile)
-    job = settle(composed_by_hydra(*(word.format(run=run) for word in words)), run)
-    with pytest.raises(RunError), output_folder(job, job.config):
-        pass
-
-
-def test_a_run_that_nobody_changed_is_continued_with_the_settings_it_was_given(tmp_path: Path) -> None:
-    run = a_run(tmp_path / "run", "steps=9", "trainer.lr=0.1", step=4)
-    job = settle(composed_by_hydra("resume=auto", f"hydra.run.dir={run}", "checkpoint.every=2"), run)
-    with output_folder(job, job.config):
-        saved = (run / "config" / "config.yaml").read_text()
-    assert "lr: 0.1\n" in saved
-    assert "every: 2\n" in saved
-
-
 def test_a_value_of_the_environment_is_in_no_file_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be a key. A resumed run reads it from its own environment."""
     monkeypatch.setenv("A_KEY", "x7-of-mine")
@@ -228,72 +156,8 @@ def test_a_value_of_the_environment_is_in_no_file_of_the_run(tmp_path: Path, mon
     assert saved.trainer.lr == config.trainer.lr
 
 
-def test_relative_paths_are_those_of_the_folder_where_the_run_was_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "started" / "model").mkdir(parents=True)
-    for name in ("started/rows.jsonl", "template.jinja"):
-        (tmp_path / name).write_text('{"question": "1", "answer": "1"}')
-    monkeypatch.chdir(tmp_path / "started")
-    given = [
-        "data.path=[rows.jsonl,'part_*.jsonl',org/rows]",
-        "model.path=model",
-        "model.chat_template='~/template.jinja'",
-    ]
-    composed = composed_by_hydra(
-        *given, "teacher.path=org/teacher", "algorithm=opd", "+data.eval_sets.mine.path=rows.jsonl"
-    )
-    run = tmp_path / "run"
-    job = settle(composed, run)
-    a_run(run, step=4)
-    save_configuration(job, job.config.steps)
-
-    monkeypatch.chdir(tmp_path)
-    resumed = settle(composed_by_hydra(f"resume={run}", "steps=900"), tmp_path / "new").config
-    started = tmp_path / "started"
-    assert list(resumed.data.path) == [f"{started}/rows.jsonl", f"{started}/part_*.jsonl", "org/rows"]
-    assert resumed.data.eval_sets["mine"].path == f"{started}/rows.jsonl"
-    assert (resumed.model.path, resumed.teacher.path) == (f"{started}/model", "org/teacher")
-    assert resumed.model.chat_template == f"{tmp_path}/template.jinja"
-
-    monkeypatch.chdir(started)
-    settle(composed_by_hydra(f"resume={run}", *given, "steps=900"), tmp_path / "new")  # the same files
-
-
-def test_records_stay_where_a_run_goes_on_from_a_checkpoint_that_is_named(tmp_path: Path) -> None:
-    """Although the folder has no latest one: it was moved back by hand, or the run was killed before it was named."""
-    run = a_run(tmp_path / "run", "steps=9", step=4, reached=4)
-    (run / "checkpoints" / "latest").unlink()
-    job = settle(composed_by_hydra(f"resume={run}/checkpoints/step_4"), tmp_path / "new")
-    with output_folder(job, job.config):
-        assert [row["step"] for row in metrics(run)] == [1, 2, 3, 4]
-
-
-@pytest.mark.parametrize("sweep", [[], ["-m", "seed=0,1"]], ids=["run", "sweep"])
-@pytest.mark.parametrize("folder", ["", "${oc.env:NOPE}", "file/run"])
-def test_a_folder_that_cannot_be_made_is_refused(folder: str, sweep: list[str], tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    key = "hydra.sweep.dir" if sweep else "hydra.run.dir"
-    code, text = run_app(f"{key}={folder}", *sweep, cwd=tmp_path)
-    assert (code, text.split()[0].partition("=")[0]) == (2, key)
-    assert [*content(tmp_path)] == ["file"]
-
-
 @pytest.mark.parametrize("words", ["mode=plan", "mode=export", "steps=0", "rollout.tensor_parallel=2"])
 def test_a_mode_that_does_not_write_and_a_refused_start_leave_no_folder(words: str, tmp_path: Path) -> None:
     code, text = run_app(*words.split(), cwd=tmp_path)
     assert code == (0 if words == "mode=plan" else 2), text
     assert content(tmp_path) == {}
-
-
-@pytest.mark.parametrize("words", ["mode=plan", "steps=0"])
-def test_an_empty_folder_that_was_there_stays_and_what_was_made_for_the_command_goes(
-    words: str, tmp_path: Path
-) -> None:
-    (tmp_path / "here").mkdir()
-    pre = tmp_path / "there" / "pre"
-    pre.mkdir(parents=True)
-    for folder in (pre, pre / "new" / "run"):
-        run_app(words, f"hydra.run.dir={folder}", cwd=tmp_path / "here")
-        assert set(content(tmp_path)) == {"here", "there", "there/pre"}

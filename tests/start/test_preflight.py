@@ -4,28 +4,18 @@ import json
 import socket
 import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
 
-from app.config.device import DeviceKind
-from app.device import base
 from app.errors import ConfigError
-from app.start.input_checks import linear_attention
 from app.start.inputs import CheckStage, CheckStatus, RunInputs
 from app.start.preflight import CHECKS, findings, preflight
 from tests.compose import composed
-from tests.model.support import save_qwen3, save_qwen35
+from tests.model.support import save_qwen3
 from tests.refusals import refused
 
 OWN_MODEL = ("model=hf", "data=arithmetic", "rollout.max_prompt_tokens=64", "rollout.max_completion_tokens=64")
-OWN = """
-from transformers import PreTrainedTokenizerFast
-
-class Own(PreTrainedTokenizerFast):
-    pass
-"""
 
 
 REFUSED = [  # name of a check, what it refuses, and the setting that is named
@@ -97,30 +87,6 @@ def test_nothing_is_downloaded_or_started_before_what_is_cheap_is_accepted(
     assert downloads == []
 
 
-def test_a_models_own_tokenizer_is_loaded_only_where_its_code_is_trusted(tmp_path: Path) -> None:
-    path = save_qwen3(tmp_path / "qwen3")
-    (path / "own.py").write_text(OWN)
-    config = json.loads((path / "tokenizer_config.json").read_text())
-    config |= {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [None, "own.Own"]}}
-    (path / "tokenizer_config.json").write_text(json.dumps(config))
-    for trusted in (True, False):
-        line = [*OWN_MODEL, f"model.path={path}", f"model.trust_remote_code={trusted}"]
-        inputs = preflight(composed(*line))
-        assert (type(inputs.tokenizer).__name__ == "Own") == trusted
-
-
-def test_the_context_of_a_hub_model_is_compared_once_it_is_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = save_qwen3(tmp_path / "qwen3")  # 256 tokens
-    monkeypatch.setattr("app.start.inputs.locate", lambda *_, **__: path)
-    line = [*OWN_MODEL, "model.path=owner/name", "rollout.max_completion_tokens=200"]
-    with pytest.raises(
-        ConfigError, match=r"max_completion_tokens=200 .* at most 192: model\.path=owner/name has a cont"
-    ):
-        preflight(composed(*line))
-
-
 def test_the_steps_of_epochs_are_counted_from_the_prompts_that_are_left(tiny_model: Path, tmp_path: Path) -> None:
     rows = [{"question": f"{n}+1=", "answer": f"{n + 1}"} for n in range(40)]
     rows += [{"question": f"{'1+' * 300}1=", "answer": "301"} for _ in range(10)]  # longer than 512 tokens
@@ -133,24 +99,6 @@ def test_the_steps_of_epochs_are_counted_from_the_prompts_that_are_left(tiny_mod
     assert inputs.config.steps == -(-2 * left // 16)
 
     assert preflight(composed(*line, "epochs=2", "mode=eval")).config.steps == 60
-
-
-def test_warnings_about_the_data_are_recorded_by_the_run(tiny_model: Path, tmp_path: Path) -> None:
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"question": "1+1=", "answer": "#### 2"}\n' * 20)
-    first, second = preflight(composed(f"data.path={rows}", "data=gsm8k")).warnings
-    assert first.startswith(f"data.path={rows} ")
-    assert second.startswith("1 of the 1 questions")
-
-
-def test_a_step_larger_than_the_training_set_is_a_warning_of_the_run(tiny_model: Path) -> None:
-    inputs = preflight(composed("data.arithmetic.problems=12", "data.arithmetic.eval_problems=1"))
-    assert inputs.prompts.counts.text == "12 training rows, 1 held-out row"
-    assert inputs.prompts.counts.facts == {"data/training_rows": 12, "data/evaluation_rows": 1, "data/broken_rows": 0}
-    repeated = "algorithm.prompts_per_step=16 exceeds the 12 training rows: each step repeats some"
-    assert inputs.warnings == (repeated,)
-    evaluation = composed("mode=eval", "data.arithmetic.problems=12")
-    assert preflight(evaluation).warnings == ()
 
 
 def test_a_reward_is_tried_on_a_training_row_and_one_of_each_evaluation_set(
@@ -177,43 +125,6 @@ def test_a_reward_is_tried_on_a_training_row_and_one_of_each_evaluation_set(
     (tmp_path / "seen").unlink()
     preflight(composed("mode=eval", *overrides))
     assert (tmp_path / "seen").read_text().splitlines() == ["2 3", "3 4"]
-
-
-def test_dropped_prompts_are_a_warning_of_the_run(tiny_model: Path) -> None:
-    inputs = preflight(composed("rollout.max_prompt_tokens=4"))
-    assert inputs.prompts.dropped > 0
-    expected = f"dropped {inputs.prompts.dropped} of 2200 prompts: longer than rollout.max_prompt_tokens=4"
-    assert inputs.warnings == (expected,)
-    assert preflight(composed()).warnings == ()
-
-
-@pytest.mark.parametrize(
-    ("kind", "installed", "remedy"),
-    [
-        (DeviceKind.cpu, False, None),  # a CPU computes the loop as fast as anything
-        (DeviceKind.cuda, False, "install fla-core"),
-        (DeviceKind.cuda, True, None),
-        (DeviceKind.npu, False, "install fla-core"),
-        (DeviceKind.npu, True, None),
-    ],
-)
-def test_linear_attention_without_kernels_is_a_warning(
-    kind: DeviceKind, installed: bool, remedy: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def version(package: str) -> str:
-        if not installed:
-            raise PackageNotFoundError(package)
-        return "0.6.0"
-
-    monkeypatch.setattr(base, "version", version)
-
-    def warnings(path: Path) -> list[str]:
-        config = composed(*OWN_MODEL, f"model.path={path}", f"device={kind.name}")
-        return [each.message for each in linear_attention(RunInputs(config, CheckStage.start))]
-
-    assert warnings(save_qwen3(tmp_path / "qwen3")) == []
-    found = warnings(save_qwen35(tmp_path / "qwen35"))
-    assert [each.rpartition(": ")[2] for each in found] == ([] if remedy is None else [remedy])
 
 
 def test_the_driver_loads_the_inputs_of_the_tiny_model_without_torch(tiny_model: Path) -> None:

@@ -13,19 +13,14 @@ import numpy as np
 import pytest
 
 from app.cluster.placement_group import bundles
-from app.config.teacher import MAX_REQUESTS, TeacherConfig
+from app.config.teacher import TeacherConfig
 from app.device import device_of
-from app.errors import EngineLost, RunError
-from app.mode.plan.memory import plan_memory
-from app.mode.plan.remedies import remedies_of
-from app.model.architecture import QWEN3_4B, QWEN35_9B, VISION_PARAMETERS
+from app.errors import EngineLost
 from app.rollout.engine.pool import EnginePool
 from app.rollout.engine.remote import RemoteEngine
-from app.rollout.engine.server_args import engine_flags, teacher_flags
 from app.start.input_checks import teacher
 from app.start.inputs import CheckStage, RunInputs
 from app.teacher import Teacher
-from app.utils.units import GIB
 from tests.compose import composed
 from tests.refusals import refused
 from tests.runs import Run
@@ -108,18 +103,6 @@ async def test_requests_wait_for_a_replacement_of_the_engine(
     assert np.isfinite(logprobs).all()
 
 
-async def test_an_engine_that_does_not_answer_ends_the_run_after_the_retries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.teacher.RETRY_DELAY_S", 0.01)
-    monkeypatch.setattr("app.teacher.RETRIES", 1)
-    pool = EnginePool([LostOnce(late=True)])  # type: ignore[list-item]
-    config = TeacherConfig(path="tiny", timeout_s=0.1)
-    async with Teacher(config, pool) as scorer:
-        with pytest.raises(RunError) as failure:
-            await scorer.score(group_of(one_turn([22, 23, 34], [25, 2])))
-    assert "2 times" in str(failure.value)
-    assert "/generate" in str(failure.value)
-
-
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
@@ -144,52 +127,6 @@ def test_the_devices_of_the_teacher_are_a_bundle_of_their_own(overrides: list[st
     device = device_of(config.device.kind)
     assert [each[device.resource] for each in bundles(config, device)] == expected
     assert config.device_count == sum(expected)
-
-
-def test_the_plan_counts_weights_cache_and_logits_of_the_teacher() -> None:
-    config = composed(*QWEN, "device=npu", "teacher.devices=2", "device.memory_gib=64")
-    device = device_of(config.device.kind)
-    plan = plan_memory(config, device, QWEN3_4B, engine_flags(config, device))
-
-    (phase,) = [each for each in plan.phases if each.device == "teacher device"]
-    weights = (QWEN35_9B.parameters + VISION_PARAMETERS) * 2 / 2  # bytes, devices
-    state = 12_877_824 * 2  # of a request on one of two devices; four share it in test_plan_memory.py
-    rest = 0.7 * 64 * GIB - weights
-    slots = int(rest * 0.9 / 1.9 // state)
-    tokens = int((rest - slots * state) // (8 * 2 * 2 * 256 * 2))  # layers, K and V, heads, width, bytes
-    prefill = 8192 * (4 * 4096 + 3 * 12288 / 2) * 2
-    logits = 2 * 2048 * 248_320 * 4
-    assert phase.items == {
-        "engine weights": weights,
-        "engine activations": prefill + logits,
-        "KV cache": tokens * 8 * 2 * 2 * 256 * 2,
-        "recurrent states": slots * state,
-        "engine runtime": 4 * GIB,
-    }
-    assert plan.engine.weights == QWEN3_4B.parameters * 2 / config.rollout.tensor_parallel
-
-
-def test_the_plan_of_a_teacher_that_does_not_fit_proposes_more_devices() -> None:
-    small = ["device=cuda", "device.memory_gib=28", "placement.devices=8", "model.lora.rank=8"]
-    config = composed(*QWEN, *small, "rollout.memory_fraction=0.5")
-    device = device_of(config.device.kind)
-    plan = plan_memory(config, device, QWEN3_4B, engine_flags(config, device))
-    assert [each.device for each in plan.phases if each.bytes > plan.capacity.bytes] == ["teacher device"]
-
-    _, *proposed = remedies_of(config, device, QWEN3_4B)
-    (line,) = [line for line in proposed if "teacher.devices=2" in line]
-    assert line.endswith(", fits")
-
-
-@pytest.mark.parametrize("kind", ["cuda", "npu"])
-def test_a_teacher_has_no_decode_graphs_no_memory_saver_and_its_own_flags(kind: str) -> None:
-    config = composed(
-        *QWEN, f"device={kind}", "teacher.devices=2", "+teacher.engine_args.quantization=fp8", "model.lora.rank=8"
-    )
-    flags = teacher_flags(config, device_of(config.device.kind))
-    assert (flags["tp-size"], flags["disable-cuda-graph"], flags["quantization"]) == (2, True, "fp8")
-    assert flags["max-running-requests"] == MAX_REQUESTS
-    assert not {name for name in flags if "lora" in name or "memory-saver" in name or "decode" in name}
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,11 +12,10 @@ from app.model.hf_directory import load_tokenizer
 from app.rollout.engine.pool import EnginePool
 from app.rollout.engine.remote import RemoteEngine
 from app.rollout.requests import Requests
-from app.teacher.self_teacher import SelfTeacher, require_self_teacher, teacher_prompt
+from app.teacher.self_teacher import SelfTeacher, teacher_prompt
 from app.tracking.run_folder.timeline import Timeline
 from app.types import Completion, FinishReason, Group, InFlight, Prompt, TokenSequence, Trajectory, VersionSpan
 from tests.compose import composed
-from tests.refusals import refused
 from tests.runs import Run
 from tests.teacher.test_teacher import exact
 from tests.trainer.plain import transformers_model
@@ -57,30 +55,6 @@ def sampled(prompt: Prompt, tokens: list[int]) -> Trajectory:
     spans = (VersionSpan(0, 0, count),)
     completion = Completion(np.array(tokens, np.int32), np.zeros(count, np.float32), FinishReason.stop, spans)
     return Trajectory(prompt, completion, "")
-
-
-def test_rows_of_messages_without_an_answer_or_with_a_long_one_are_refused(tiny_model: Path) -> None:
-    tokenizer = load_tokenizer(tiny_model)
-    config = composed(ASKED, "rollout.max_prompt_tokens=10")
-    row = Prompt("sums/0", np.array([1], np.int32), "46", "sums", "12+34=")
-    require_self_teacher([row], config, tokenizer)
-    with refused("teacher.prompt", None, "sums/1"):
-        require_self_teacher([row, replace(row, id="sums/1", messages=({"role": "user"},))], config, tokenizer)
-    with refused("data.answer", None, "sums/1"):
-        require_self_teacher([row, replace(row, id="sums/1", answer="")], config, tokenizer)
-    with refused("rollout.max_prompt_tokens", None, "at least 11"):
-        require_self_teacher([row, replace(row, answer="1046")], config, tokenizer)
-
-
-def test_braces_of_a_question_and_of_the_prompt_stay(tiny_model: Path) -> None:
-    config = composed("teacher.prompt='{question}+{x}{answer}'")
-    row = Prompt("sums/0", np.array([1], np.int32), "{question}", "sums", "{answer}")
-
-    class Tokenizer:
-        def __call__(self, texts: list[str], **_: object) -> dict[str, list[list[int]]]:
-            return {"input_ids": [[ord(each) for each in text] for text in texts]}
-
-    assert "".join(map(chr, teacher_prompt(row, config, Tokenizer()))) == "{answer}+{x}{question}"
 
 
 @pytest.mark.parametrize("placement", [pytest.param("colocate", marks=pytest.mark.slow), "fully_async"])

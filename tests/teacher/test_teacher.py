@@ -155,17 +155,3 @@ async def test_failures_end_after_the_retries(problem: str, monkeypatch: pytest.
     assert calls == 2
     assert "mine/0@0" in str(failure.value)
     assert "2 times" in str(failure.value)
-
-
-async def test_a_teacher_of_another_vocabulary_is_refused(tiny_model: Path) -> None:
-    async def tokenize(request: web.Request) -> web.Response:
-        return web.json_response({"tokens": [[1, 2, 3]], "count": [3], "max_model_len": 10})
-
-    async def never(request: web.Request) -> web.Response:
-        raise AssertionError("nothing is scored")
-
-    async with double(never, tokenize) as url:
-        with refused("teacher.urls", url):
-            await asyncio.to_thread(require_teacher, TeacherConfig(urls=[url]), load_tokenizer(tiny_model))
-    with refused("teacher.urls", "http://127.0.0.1:9"):
-        await asyncio.to_thread(require_teacher, TeacherConfig(urls=["http://127.0.0.1:9"]), load_tokenizer(tiny_model))

@@ -1,16 +1,9 @@
-import json
-import re
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from app.config import RunConfig
-from app.config.compose import setting_names
-from app.tracking.recorder import RunFolderRecorder
-from app.tracking.report.checks import PHASES
-from app.tracking.rules import RULES, Alarms
+from app.tracking.rules import Alarms
 
 
 def run(steps: Iterable[Mapping[str, float]], **settings: Any) -> list[tuple[int, str]]:
@@ -39,14 +32,6 @@ SOLVED = {**FLAT, "reward/accuracy": 1.0}
 
 def steps(count: int, **changes: float) -> list[dict[str, float]]:
     return [{**HEALTHY, **changes} for _ in range(count)]
-
-
-def test_a_healthy_run_and_a_run_without_metrics_raise_nothing() -> None:
-    learning = [
-        {**HEALTHY, "entropy": 1.0 - 0.019 * step, "reward/accuracy": min(0.95, 0.3 + step / 40)} for step in range(50)
-    ]
-    assert run(learning, max_staleness=2) == []
-    assert run([{} for _ in range(50)], max_staleness=2) == []
 
 
 @pytest.mark.parametrize(
@@ -123,25 +108,3 @@ def test_a_reward_that_rises_while_the_held_out_accuracy_falls_is_an_alarm(
     for step in range(1, 21):
         assert alarms.check(step, {**HEALTHY, "reward/mean": slope * step + 0.01 * (step % 2)}) == {}
     assert list(alarms.check(20, {"eval/accuracy": accuracy, "eval/accuracy_stderr": stderr})) == raised
-
-
-def test_all_settings_named_in_advice_exist() -> None:
-    advice = " ".join([*(rule.advice for rule in RULES.values()), *(remedy for _, remedy in PHASES.values())])
-    files = {"timeline.json", "ui.perfetto.dev", "reward.log", "environment.log"}
-    named = set(re.findall(r"\b[a-z_]+(?:\.[a-z_]+)+\b", advice)) - files
-    assert len(named) > 15
-    assert named <= set(setting_names())
-
-
-def test_a_resumed_run_remembers_its_steps(tmp_path: Path) -> None:
-    """The entropy of its beginning is compared with, and an alarm that was set aside is raised again."""
-    with RunFolderRecorder(RunConfig(), tmp_path) as recorder:
-        for step, metrics in enumerate(steps(13), start=1):
-            recorder.log(step, metrics)
-    for _ in range(2):
-        with RunFolderRecorder(RunConfig(), tmp_path) as recorder:
-            recorder.resume(12)
-            for step in range(13, 23):
-                recorder.log(step, {**HEALTHY, "entropy": 0.01})
-        texts = [json.loads(line)["text"] for line in (tmp_path / "logs" / "warnings.jsonl").read_text().splitlines()]
-        assert len([text for text in texts if "entropy" in text.casefold()]) == 1, texts

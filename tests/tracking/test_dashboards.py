@@ -3,17 +3,14 @@ import threading
 import time
 import zipfile
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from app.tracking import dashboards
-from app.tracking.dashboards import DashboardOptions, DashboardWorker, Progress, close_all
-from app.tracking.recorder import RunFolderRecorder
-from app.tracking.run_folder.summary import Status
-from tests.tracking.records import metrics, offline, record, warnings
+from app.tracking.dashboards import DashboardOptions, DashboardWorker, close_all
+from tests.tracking.records import offline, record, warnings
 
 
 def test_tensorboard_reads_back_the_curve_of_a_resumed_run_without_duplicates(tmp_path: Path) -> None:
@@ -67,22 +64,6 @@ def clearml_session(path: Path) -> tuple[list[tuple[Any, Any]], Any]:
     return rewards, task
 
 
-def test_a_refused_network_and_a_wrong_key_cost_a_warning_and_no_time_of_a_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
-    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-    monkeypatch.setattr("app.tracking.recorder.DASHBOARD_DEADLINE_S", dict.fromkeys(Status, 1.0))
-    config = offline("wandb")
-    config.tracking.offline = False
-    with RunFolderRecorder(config, tmp_path) as recorder:
-        start = time.monotonic()
-        recorder.log(1, metrics(1))
-        assert time.monotonic() - start < 0.5
-    assert [text.split()[0] for text in warnings(tmp_path)] == ["wandb"]
-    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "finished"
-
-
 class Slow:
     """A dashboard that blocks until `go` is set."""
 
@@ -131,57 +112,3 @@ def test_a_slow_dashboard_drops_and_counts_what_its_queue_cannot_hold(tmp_path: 
     assert worker.dropped >= 94
     assert slow.received[-1] == "finished"
     assert f" {worker.dropped} messages" in warned[-1]
-
-
-def test_a_failed_message_is_reported_and_the_next_ones_are_sent(tmp_path: Path, slow: Slow) -> None:
-    warned: list[str] = []
-    slow.go.set()
-    worker = DashboardWorker("slow", make_options(tmp_path, warned))
-    for step in (2, 3, 4):
-        worker.log(step, {"lr": 1.0})
-    worker.alert(4, "mismatch", "it grew")
-    close_all([worker], "failed", 10)
-    assert slow.received == [2, 4, "mismatch", "failed"]
-    (warning,) = warned
-    assert "ConnectionError: gone for a moment at " in warning
-
-
-def test_each_dashboard_has_the_whole_deadline_beside_one_that_hangs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    slow, quick, hanging = Slow(), Slow(), threading.Event()
-    quick.go.set()
-    monkeypatch.setattr(dashboards, "open_dashboard", lambda name, options: {"wandb": slow, "clearml": quick}[name])
-    monkeypatch.setattr("app.tracking.recorder.DASHBOARD_DEADLINE_S", dict.fromkeys(Status, 1.5))
-
-    def hang(status: str) -> None:
-        hanging.set()
-        slow.go.wait(20)
-
-    def late(status: str) -> None:
-        assert hanging.wait(20)  # both close at the same time
-        time.sleep(0.5)
-        quick.received.append(status)
-
-    monkeypatch.setattr(slow, "close", hang)
-    monkeypatch.setattr(quick, "close", late)
-    monkeypatch.setattr(slow, "log", lambda step, metrics: None)
-    with RunFolderRecorder(offline("wandb", "clearml"), tmp_path) as recorder:
-        recorder.log(1, metrics(1))
-    assert quick.received == [1, "finished"]
-    assert [text.split()[0] for text in warnings(tmp_path)] == ["wandb"]
-    slow.go.set()
-
-
-def test_progress_keeps_the_run_for_a_resume_and_the_last_step_only_once_confirmed(tmp_path: Path) -> None:
-    new = make_options(tmp_path, [])
-    resumed = replace(new, resumed_at=2)
-    first = Progress(new)
-    first.opened("abc")
-    killed = Progress(resumed)
-    assert (killed.run_id, killed.last_step) == ("abc", -1)
-    first.confirm(3)
-    Progress(resumed).confirm(-1)  # nothing was sent
-    second = Progress(resumed)
-    assert (second.run_id, second.last_step) == ("abc", 3)
-    assert Progress(new).run_id is None

@@ -1,17 +1,12 @@
 """A tracker of the user's own, named by its path in `tracking.use`."""
 
 import json
-import re
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from app.config.tracking import TrackingConfig
-from app.tracking.dashboards import require_trackers
-from tests.refusals import refused
-from tests.tracking.records import group, metrics, offline, record, warnings
+from tests.tracking.records import group, metrics, offline
 
 FULL = """
 import json
@@ -31,21 +26,6 @@ class Tracker:
         self.write("samples", step, kind, [(row["completion"], row["reward"]) for row in rows])
     def close(self, status):
         self.write("close", status)
-
-class Broken:
-    def __init__(self, run):
-        pass
-    def log(self, step, metrics):
-        raise ConnectionError(f"refused at step {step}")
-    def close(self, status):
-        raise SystemExit("no more")
-
-class Mute:
-    pass
-
-class Silent:
-    def __init__(self, run):
-        pass
 """
 
 
@@ -83,29 +63,3 @@ def test_a_tracker_of_the_working_directory_gets_the_run_and_everything_it_asks_
     assert lines[-1] == ["close", "finished"]
     alerts = [line for line in lines if line[0] == "alert"]
     assert len(alerts) == 1
-
-
-def test_a_tracker_that_always_fails_is_one_warning_with_its_line_and_the_run_finishes(
-    tmp_path: Path, module: str
-) -> None:
-    run = tmp_path / "run"
-    record(offline(f"{module}.Broken"), run, (1, 2, 3))
-    failed, unclosed = warnings(run)
-    assert re.match(rf"{module}.Broken failed .*ConnectionError: refused at step 0 at ", failed)
-    assert failed.endswith(f"{module}.py:24")
-    assert re.match(rf"{module}.Broken .*closed.*SystemExit: no more", unclosed)
-    assert json.loads((run / "summary.json").read_text())["status"] == "finished"
-
-
-@pytest.mark.parametrize(
-    ("path", "args", "reason"),
-    [
-        ("{module}.Mute", {}, "TypeError: too many positional arguments"),
-        ("{module}.Tracker", {"uri": "x"}, "TypeError: got an unexpected keyword argument 'uri'"),
-        ("{module}.Silent", {}, "it lacks log"),
-    ],
-)
-def test_a_tracker_that_cannot_be_used_is_refused(module: str, path: str, args: dict[str, Any], reason: str) -> None:
-    path = path.replace("{module}", module)
-    with refused("tracking.use", path, reason):
-        require_trackers(TrackingConfig(use=["tensorboard", path], args=args))

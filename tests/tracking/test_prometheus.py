@@ -59,14 +59,3 @@ def test_every_metric_is_a_gauge_of_the_run_until_the_run_ends(tmp_path: Path) -
     assert warned == []
     with pytest.raises(urllib.error.URLError):
         scraped(port)
-
-
-def test_a_port_in_use_is_a_warning(tmp_path: Path) -> None:
-    warned: list[str] = []
-    with socket.socket() as taken:
-        taken.bind(("0.0.0.0", 0))
-        taken.listen()
-        worker = DashboardWorker("prometheus", options(tmp_path, int(taken.getsockname()[1]), warned))
-        until(lambda: bool(warned), 30)
-        close_all([worker], "finished", 10.0)
-    assert [text.split()[0] for text in warned] == ["prometheus"]

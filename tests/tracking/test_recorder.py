@@ -100,18 +100,6 @@ def test_a_resumed_run_sets_later_steps_aside_and_its_summary_covers_the_whole_r
     assert sorted(path.name for path in tmp_path.glob("aside_*")) == ["aside_1", "aside_2"]
 
 
-def test_a_resume_that_fails_at_its_start_keeps_the_totals_of_the_run(tmp_path: Path) -> None:
-    with RunFolderRecorder(RunConfig(steps=2), tmp_path) as recorder:
-        for step in (1, 2):
-            recorder.log(step, metrics(step))
-        recorder.log_eval(2, {"eval": {"accuracy": 0.5}})
-    with pytest.raises(EngineError), RunFolderRecorder(RunConfig(steps=4), tmp_path):
-        raise EngineError("engine 0 did not start")
-    content = summary(tmp_path)
-    assert (content["status"], content["steps"], content["total/completion_tokens"]) == ("failed", 2, 200)
-    assert content["eval/accuracy_last"] == 0.5
-
-
 def test_several_evaluation_sets_keep_their_names_and_the_accuracy_is_their_mean() -> None:
     assert evaluation_metrics({"eval": {"accuracy": 0.5, "tokens": 3.0}}) == {"eval/accuracy": 0.5, "eval/tokens": 3.0}
     assert evaluation_metrics({"easy": {"accuracy": 1.0}, "hard": {"accuracy": 0.5}}) == {

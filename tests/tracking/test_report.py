@@ -6,12 +6,11 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from app.config import Mode, RunConfig
+from app.config import RunConfig
 from app.mode.report import write_comparison
 from app.tracking.recorder import RunFolderRecorder
 from app.tracking.report import data as report_data
-from app.tracking.report.checks import Tone, learning_check, rule_checks, rules_check, time_check
-from app.tracking.report.page import write_report
+from app.tracking.report.checks import learning_check, time_check
 from tests.compose import composed
 from tests.tracking.records import group
 
@@ -117,82 +116,6 @@ def test_several_runs_are_compared_side_by_side_with_the_settings_that_differ(tm
     assert "setting lr=0.0001 lr=0.01 trainer.lr 0.0001 0.01 All other metrics" in page.words
     assert [run["name"] for run in page.data["runs"]] == ["lr=0.0001", "lr=0.01"]
     assert "standard deviation" not in page.words
-
-
-def test_an_evaluation_has_a_table_of_its_sets_and_no_training_checks(tmp_path: Path) -> None:
-    config = RunConfig(mode=Mode.eval)
-    save_config(config, tmp_path)
-    sets = {
-        "easy": {"accuracy": 0.9, "accuracy_stderr": 0.03, "prompts": 100, "pass@2": 0.95, "length_mean": 4.0},
-        "hard": {"accuracy": 0.1, "accuracy_stderr": 0.05, "prompts": 40, "pass@2": 0.2, "length_mean": 9.5},
-    }
-    with RunFolderRecorder(config, tmp_path) as recorder:
-        recorder.log_eval(20, sets, [group(0, [0.0, 1.0])], lambda ids: "1+1=")
-    page = Page(tmp_path / "report.html")
-    assert "easy 100 90.0% ± 3.0% 95.0% 4.0 — hard 40 10.0% ± 5.0% 20.0% 9.5 —" in page.words
-    assert "Generation" not in page.words
-    assert page.data["charts"] == []
-    (samples,) = page.data["runs"][0]["samples"]
-    assert (samples["step"], [row["reward"] for row in samples["rows"]]) == (20, [0.0, 1.0])
-
-
-def test_warnings_and_facts_are_in_the_report_once(tmp_path: Path) -> None:
-    for _ in range(2):  # a resumed run warns again
-        with RunFolderRecorder(RunConfig(), tmp_path) as recorder:
-            recorder.warn("9 of the 10 <questions>")
-            recorder.note("rows", {"data/training_rows": 47, "data/evaluation_rows": 10})
-    words = Page(tmp_path / "report.html").words
-    assert words.count("step 0 9 of the 10 <questions>") == 1
-    assert "47 training rows · 10 evaluation rows" in words
-
-
-def test_records_that_were_set_aside_are_no_run_of_their_own_unless_named(tmp_path: Path) -> None:
-    run = tmp_path / "runs" / "one"
-    for folder in (run, run / "aside_1"):
-        folder.mkdir(parents=True)
-        (folder / "metrics.jsonl").write_text('{"step": 1}\n')
-    assert report_data.find_runs(tmp_path) == [run]
-    assert report_data.find_runs(run / "aside_1") == [run / "aside_1"]
-
-
-@pytest.mark.parametrize(
-    ("flat", "accuracy", "unusual"),
-    [
-        ([1.0] * 12, [1.0] * 12, ["no reward variance"]),  # a constant reward of 1
-        ([0.2] * 6 + [1.0] * 6, [0.3] * 6 + [1.0] * 6, []),  # it has learned
-        ([1.0] * 6 + [0.2] * 6, [0.3] * 12, []),  # over by the end
-    ],
-)
-def test_screen_alarms_and_report_agree_on_health(
-    flat: list[float], accuracy: list[float], unusual: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rows = [
-        {"reward/zero_std_fraction": fraction, "reward/accuracy": right, "reward/mean": right}
-        for fraction, right in zip(flat, accuracy, strict=True)
-    ]
-    run = recorded(tmp_path, *rows, config=RunConfig(steps=12))
-    checks = {check.question: check for check in rule_checks(run)}
-    raised = (tmp_path / "logs/warnings.jsonl").exists()
-    assert [name for name, check in checks.items() if check.tone is Tone.warning] == unusual
-    assert raised == (bool(unusual) or checks["no reward variance"].over)
-    assert rules_check(run).tone is (Tone.warning if unusual else Tone.good)
-    assert ("\n  health " in capsys.readouterr().out) == bool(unusual)
-
-
-def test_a_failed_run_and_an_empty_folder_have_a_report_too(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError), RunFolderRecorder(RunConfig(), tmp_path / "failed"):
-        raise RuntimeError("engine <0> died")
-    assert "RuntimeError: engine <0> died" in Page(tmp_path / "failed/report.html").words
-    (tmp_path / "empty").mkdir()
-    assert "Too early" in Page(write_report(tmp_path / "empty", tmp_path / "empty/report.html")).words
-
-
-def test_the_curves_of_long_runs_are_thinned() -> None:
-    rows = [{"step": step, "lr": float(step)} for step in range(1, 5001)]
-    steps, series = report_data.curves(rows)
-    assert len(steps) == 556
-    assert (steps[0], steps[-1]) == (9, 5000)
-    assert (series["lr"][0], series["lr"][-1]) == (5.0, 4998.0)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from app.tracking.run_folder import summary
-from app.tracking.run_folder.summary import Status, Summary
+from app.tracking.run_folder.summary import Summary
 from tests.tracking.records import metrics
 
 
@@ -35,15 +35,6 @@ def test_summary_follows_the_steps(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
 
 
-def test_prompts_are_those_of_the_last_evaluation_and_seconds_those_of_all_attempts(tmp_path: Path) -> None:
-    (tmp_path / "summary.json").write_text(json.dumps({"status": "interrupted", "total/seconds": 100.0}))
-    run = Summary(tmp_path)
-    assert 100.0 <= run.seconds < 110.0
-    run.add(0, {"eval/accuracy": 0.3, "eval/prompts": 7})
-    run.add(5, {"eval/accuracy": 0.3, "eval/easy/prompts": 20, "eval/hard/prompts": 10, "rollout/prompts": 5})
-    assert run.values["eval/prompts"] == 30
-
-
 @pytest.mark.parametrize("content", ['{"status": "fini', "[]"], ids=["cut", "another type"])
 def test_a_summary_that_cannot_be_read_counts_as_empty_and_is_replaced(content: str, tmp_path: Path) -> None:
     (tmp_path / "summary.json").write_text(content)
@@ -51,13 +42,3 @@ def test_a_summary_that_cannot_be_read_counts_as_empty_and_is_replaced(content: 
     assert not summary.is_finished(tmp_path)
     Summary(tmp_path).write()
     assert summary.read(tmp_path)["status"] == "running"
-
-
-def test_a_long_error_keeps_its_first_and_last_characters(tmp_path: Path) -> None:
-    run = Summary(tmp_path)
-    run.end(Status.failed, "engine 0 died; its last lines:\n" + "x" * 100_000 + "\nout of memory")
-    run.write()
-    error = summary.read(tmp_path)["error"]
-    assert len(error) < 1100
-    assert error.startswith("engine 0 died")
-    assert error.endswith("out of memory")

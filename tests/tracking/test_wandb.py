@@ -5,17 +5,12 @@ import os
 import pty
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 
 import psutil
-import pytest
 
 from app.cluster.process_reaper import process_reaper
-from app.tracking.recorder import SAMPLES_EVERY, RunFolderRecorder
-from app.tracking.wandb import abandon
-from tests.tracking.records import group, offline, record, warnings
+from tests.tracking.records import offline, record, warnings
 from tests.tracking.wandb_file import recorded
 from tests.waiting import until
 
@@ -82,30 +77,6 @@ def test_a_killed_driver_leaves_no_helper_and_its_resume_sends_what_was_not_conf
     assert warnings(tmp_path) == []
 
 
-def test_samples_are_tables_of_bounded_length_also_in_a_later_job_of_a_sweep(tmp_path: Path) -> None:
-    with process_reaper():
-        record(CONFIG, tmp_path / "earlier", (1,))
-    config = offline("wandb")
-    config.tracking.samples_per_step = 1000
-    groups = [group(7, [0.5, float("nan")])]
-    with process_reaper(), RunFolderRecorder(config, tmp_path) as recorder:
-        recorder.log_eval(0, {"eval": {"accuracy": 0.5}}, [group(row, [1.0] * 4) for row in range(50)])
-        for step in range(1, SAMPLES_EVERY + 1):
-            recorder.log_samples(step, groups, lambda ids: f"question {list(ids)}")
-            recorder.log(step, {"reward/mean": 0.5})
-
-    (only,) = recorded(tmp_path)
-    assert only.column("samples/eval.nrows") == {0: 64}
-    assert len((tmp_path / "samples/eval_0.jsonl").read_text().splitlines()) == 200
-    assert only.column("samples/step.nrows") == {SAMPLES_EVERY: 2}
-    assert only.column("reward/mean") == dict.fromkeys(range(1, SAMPLES_EVERY + 1), 0.5)
-    path = only.history[SAMPLES_EVERY]["samples/step.path"]
-    (file,) = (tmp_path / "tracking/wandb").glob(f"offline-run-*/files/{path}")
-    table = json.loads(file.read_text())
-    assert table["columns"] == ["id", "prompt", "completion", "answer", "reward", "reward/exact"]
-    assert table["data"][0] == ["arithmetic/7@0", "question [7, 1, 2]", "text 0", "7", 0.5, 0.5]
-
-
 def test_without_a_key_it_records_offline_and_never_prompts_even_on_a_terminal(tmp_path: Path) -> None:
     script = (
         "import sys; from pathlib import Path; from app.tracking.dashboards import DashboardOptions\n"
@@ -134,13 +105,3 @@ def test_without_a_key_it_records_offline_and_never_prompts_even_on_a_terminal(t
     os.close(terminal)
     assert done.stdout.count("warned: ") == 1
     assert list((tmp_path / "tracking/wandb").glob("offline-run-*/*.wandb"))
-
-
-def test_a_teardown_that_never_ends_does_not_block_the_end_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    release = threading.Event()
-    monkeypatch.setattr("wandb.teardown", lambda: release.wait(60))
-    monkeypatch.setattr("app.tracking.wandb.TEARDOWN_TIMEOUT_S", 0.1)
-    start = time.monotonic()
-    abandon()
-    assert time.monotonic() - start < 30
-    release.set()

@@ -12,9 +12,7 @@ import ray
 
 from app.errors import TrainerError
 from app.trainer.remote import RemoteTrainer
-from app.types import ScoredGroup
 from tests.model.support import save_qwen3
-from tests.trainer.support import scored_groups
 from tests.weight_sync.support import make_trainer
 
 RAY_SLOTS = 8  # of `ray_session`
@@ -64,17 +62,6 @@ def test_a_rank_that_ray_never_schedules_misses_the_deadline_by_name(actors: lis
         asyncio.run(asyncio.wait_for(trainer.setup(), 60))
     assert "trainer rank 1 within trainer.timeout_s=3 s" in str(late.value)
     assert trainer.broken
-
-
-def test_groups_that_ray_cannot_store_are_one_sentence(
-    actors: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(groups: list[ScoredGroup]) -> None:
-        raise ray.exceptions.OutOfDiskError("the disk is full")
-
-    monkeypatch.setattr(ray, "put", refuse)
-    with pytest.raises(TrainerError, match=r"^2 groups .*OutOfDiskError: "):
-        asyncio.run(trainer_of([], tmp_path, timeout_s=3).add_groups(scored_groups(2, shortest=2)))
 
 
 async def test_a_rank_listens_for_the_others_at_the_address_of_its_node_only(actors: list[Any], tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from app.utils.chat_messages import WrongMessages, messages_in, normalized
+from app.utils.chat_messages import WrongMessages, normalized
 
 ASK = {"role": "user", "content": "Rome?"}
 TEXT_CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"city": "Rome", "day": null}'}}
@@ -66,20 +66,6 @@ def test_a_call_of_another_form_is_a_tool_call(message: dict[str, Any]) -> None:
     }
 
 
-def test_openais_older_role_function_is_tool() -> None:
-    assert only({"role": "function", "name": "f", "content": "3"}) == {"role": "tool", "name": "f", "content": "3"}
-
-
-def test_arguments_that_are_no_json_stay_text() -> None:
-    call = {"function": {"name": "f", "arguments": "{city"}}
-    assert only({"role": "assistant", "tool_calls": [call]})["tool_calls"][0]["function"]["arguments"] == "{city"
-
-
-@pytest.mark.parametrize("name", ["reasoning", "reasoning_content", "thinking"])
-def test_reasoning_has_one_name(name: str) -> None:
-    assert only({"role": "assistant", "content": "2", name: "Add."})["reasoning_content"] == "Add."
-
-
 @pytest.mark.parametrize("flag", ["loss_mask", "weight", "train", "loss"])
 @pytest.mark.parametrize(("value", "trained"), [(0, False), (False, False), (1, True), (1.0, True), (None, True)])
 def test_a_flag_of_the_loss_of_a_reply_has_one_name(flag: str, value: Any, trained: bool) -> None:
@@ -120,14 +106,3 @@ def test_what_is_no_message_is_refused_with_its_number(message: Any, why: str) -
     with pytest.raises(WrongMessages) as refused:
         normalized([ASK, message])
     assert why in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    "value", ["Rome?", '["a", "b"]', "[1", '[{"from": "Rome"}]', 3, None, [], [{"text": "a"}], {"role": "user"}]
-)
-def test_what_is_meant_as_text_is_no_list_of_messages(value: Any) -> None:
-    assert messages_in(value) is None
-
-
-def test_messages_may_be_json_text() -> None:
-    assert messages_in(json.dumps([ASK])) == [ASK]

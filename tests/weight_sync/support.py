@@ -1,7 +1,6 @@
 """Real components for weight sync tests: trainer ranks, engines behind a proxy, and the expected weights."""
 
 import asyncio
-import json
 import secrets
 import threading
 from collections.abc import Awaitable, Callable, Iterator
@@ -219,11 +218,6 @@ class Proxy:
 
 async def refuse(incoming: web.Request, forward: Any) -> web.Response:
     return web.json_response({"success": False, "message": "refused by the test"}, status=400)
-
-
-async def of_version_0_5_20(incoming: web.Request, forward: Any) -> web.Response:
-    info = json.loads((await forward()).body)
-    return web.json_response({**info, "version": "0.5.20"})
 
 
 async def drop_reply(incoming: web.Request, forward: Any) -> web.Response:

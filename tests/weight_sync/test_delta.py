@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from app.config.weight_sync import SyncMode
 from app.rollout.engine.sglang_plugin import delta_loader as wire
 from app.rollout.engine.sglang_plugin.delta_loader import DeltaLoader
 from app.rollout.engine.sglang_plugin.delta_loader import positions as decoded_positions
@@ -24,7 +23,6 @@ from app.weight_sync import snapshot as snapshots
 from app.weight_sync.buckets import Bucket, Receivers, TensorMeta, plan_buckets
 from app.weight_sync.delta import DeltaEncoder, encode_gaps, max_header_bytes
 from app.weight_sync.snapshot import CPU_CHUNK, ShardSnapshot, diff_and_replace_all
-from tests.compose import composed
 from tests.trainer.ranks import processes
 
 ROWS, ROW = 6, 10
@@ -301,11 +299,6 @@ def test_changes_are_those_of_a_plain_comparison(items: int, monkeypatch: pytest
         assert position.tolist() == expected
         assert value.tolist() == after[expected].tolist()
     assert snapshot.diff_and_replace(shard)[0].numel() == 0
-
-
-def test_delta_is_accepted_where_engines_keep_their_weights_in_16_bits() -> None:
-    composed("weight_sync.mode=delta", "device=cuda", "placement=fully_async")
-    assert composed("weight_sync.mode=delta", "device.dtype=bfloat16").weight_sync.mode is SyncMode.delta
 
 
 ROUNDS = 3

@@ -8,15 +8,12 @@ import pytest
 from aiohttp import web
 
 from app.config.weight_sync import Verify
-from app.errors import EngineError, SyncError
-from app.rollout.engine.server_connection import OLDEST_SGLANG
-from tests.rollout.support import address_of, engine_at
+from app.errors import SyncError
 from tests.weight_sync.support import (
     Rule,
     checksum,
     drop_reply,
     make_synchronizer,
-    of_version_0_5_20,
     once,
     refuse,
     request,
@@ -66,17 +63,6 @@ async def sync_directly(trainer: Any, engine: Any, folder: Path) -> list[str]:
     synchronizer = await make_synchronizer("ipc", trainer, [engine], folder, verify=Verify.never)
     await synchronizer.sync(0)
     return await checksum(engine)
-
-
-async def test_a_running_server_of_an_older_sglang_is_refused(engine: Any, proxied: Any, tmp_path: Path) -> None:
-    proxy, _ = proxied
-    proxy.rules["/server_info"] = of_version_0_5_20
-    _, key = await address_of(engine)
-    old = engine_at(proxy.url, key, tmp_path, "engine 0")
-    with pytest.raises(EngineError) as refused:
-        await old.start(30)
-    for named in (f"engine 0 at {proxy.url}", "SGLang 0.5.20", "rollout.urls", str(OLDEST_SGLANG)):
-        assert named in str(refused.value)
 
 
 async def test_an_engine_that_differs_is_named_with_its_parameter(

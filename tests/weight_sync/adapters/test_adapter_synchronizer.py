@@ -14,7 +14,6 @@ from app.errors import SyncError
 from app.model.hf_directory import locate
 from app.rollout.engine.remote import RemoteEngine
 from app.types import Completion
-from app.utils.process import SHARED_MEMORY
 from tests.compose import composed
 from tests.rollout.adapters import adapter_engine, logprobs_differ, merged
 from tests.rollout.support import HOT, in_flight, request, without_end
@@ -24,9 +23,6 @@ from tests.weight_sync.adapters.support import adapter_synchronizer, adapter_tra
 ROUNDING = 5e-5
 ROUNDING_QWEN35 = 5e-5
 SMALL = 0.1  # of the entries of A and B: larger ones amplify the rounding of linear attention
-PUSHES = 100
-SEEN = 20  # pushes after which nothing may grow
-GROWTH_MIB = 10
 
 
 @pytest.fixture(scope="module")
@@ -110,28 +106,6 @@ async def test_adapters_of_linear_attention_are_served_as_they_are_trained(ray_s
 
 
 @pytest.mark.parametrize("trainer", [2], indirect=True)
-async def test_a_hundred_pushes_leave_memory_adapters_and_shared_memory_as_they_were(
-    trainer: Any, engine: RemoteEngine
-) -> None:
-    synchronizer = await adapter_synchronizer(trainer, [engine])
-    memory: list[int] = []
-    files: list[int] = []
-    others = left_over()  # of runs that were killed in mid-push
-    for push in range(PUSHES):
-        await set_adapters(trainer, push % 3 + 1)
-        report = await synchronizer.sync(100 + push)
-        assert report.adapters in (1, 2)  # the one before may still be unloading
-        await engine.generate(request(f"p/{push}@0", group_size=1, max_tokens=2))
-        if push in (SEEN - 1, PUSHES - 1):
-            memory.append((await engine.memory()).resident)
-            files.append(len(left_over() - others))
-    assert (await engine.stats()).groups == 0
-    await synchronizer.close()
-    assert files == [0, 0]
-    assert memory[1] - memory[0] < GROWTH_MIB * 2**20
-
-
-@pytest.mark.parametrize("trainer", [2], indirect=True)
 async def test_a_server_that_is_killed_in_mid_load_costs_nothing_but_the_retry(
     trainer: Any, engine: RemoteEngine, model: Path, tmp_path: Path
 ) -> None:
@@ -170,10 +144,6 @@ async def test_a_server_that_is_killed_in_mid_load_costs_nothing_but_the_retry(
     for completions in sampled.values():
         assert {span.version for each in completions for span in each.spans} == {2}
         assert logprobs_differ(merged(model, 2), request(), completions) < ROUNDING
-
-
-def left_over() -> set[Path]:
-    return set(SHARED_MEMORY.glob("posttrain-*-adapter-*"))
 
 
 def title(process: psutil.Process) -> str:
