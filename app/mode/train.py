@@ -69,11 +69,8 @@ def run(
             finished = True
         finally:
             exported = finished and config.checkpoint.export
-            further = [override("steps", 2 * config.steps)]
-            further = [f"{key}=null" for key in config.stop.given] if recorder.stop_reason else further
-            recorder.keep(*kept_in(folder, exported=exported, continued=further if finished else ()))
-        if reason := recorder.stop_reason:
-            recorder.note(f"stopped early: {reason}", {"stop/reason": reason})
+            further = [override("steps", 2 * config.steps)] if finished else ()
+            recorder.keep(*kept_in(folder, exported=exported, continued=further))
     return ModeResult(recorder.accuracy)
 
 
