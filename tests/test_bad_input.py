@@ -45,8 +45,6 @@ REFUSED = [  # the key that is named, and the words of a command line
     ("weight_sync.mode", ["weight_sync.mode=delta"]),
     ("weight_sync.mode", ["weight_sync.mode=delta", "device.dtype=bfloat16", "rollout.urls=[http://host:1]"]),
     ("weight_sync.mode", ["weight_sync.mode=delta", "device=cuda", "device.dtype=bfloat16"]),
-    ("weight_sync._target_", ["weight_sync._target_=no_such.Transport"]),
-    ("weight_sync._target_", ["weight_sync._target_=tests.reward.scorers.RunningScorer"]),
     ("weight_sync.transport", ["model=tiny_lora", "weight_sync.transport=ipc"]),
     ("weight_sync.verify", ["model=tiny_lora", "weight_sync.verify=first"]),
     ("model.lora.targets", ["model.lora.targets=[]"]),

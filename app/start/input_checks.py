@@ -39,7 +39,6 @@ from app.types import Prompt
 from app.utils.files import require_writable
 from app.utils.net import port_is_free
 from app.utils.units import size
-from app.utils.user_code import lacks, require
 
 CHECKPOINT_BYTES = 12  # per trained parameter: float32 master weight and Adam moments
 EXPORT_BYTES = 4  # per parameter, at most
@@ -47,7 +46,6 @@ NO_TOKENS = np.zeros(1, np.int32)
 PROMPT_CHARACTERS = 400  # shown of each end of a long prompt
 REFUSED = "correct the setting; mode=train ends with this sentence"
 WARNED = "a run warns of this, too"
-TRANSPORT = ("sender", "route", "connect", "request_body", "abort")  # of a `weight_sync.transport.base.Transport`
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,18 +141,14 @@ def data(run: RunInputs) -> Iterator[Finding]:
 
 
 def own_code(run: RunInputs) -> Iterator[Finding]:
-    """Whether a transport, trackers, objectives and advantages of the user's can be imported and used."""
+    """Whether trackers, objectives and advantages of the user's can be imported and used."""
     config = run.config
-    target = config.weight_sync._target_
-    if target is not None:
-        accepted = f"a class with {', '.join(TRANSPORT)}"
-        require("weight_sync._target_", target, accepted, lambda found: lacks(found, *TRANSPORT))
     require_trackers(config.tracking)
     if config.algorithm.own:
         from app.algorithm.custom_functions import require_own
 
         require_own(config.algorithm)
-    if own := [*([target] if target else []), *config.tracking.own, *config.algorithm.own]:
+    if own := [*config.tracking.own, *config.algorithm.own]:
         yield Finding("own code", f"{', '.join(own)} can be loaded")
 
 

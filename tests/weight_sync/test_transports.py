@@ -16,12 +16,10 @@ from app.errors import EngineError, SyncError
 from app.trainer.throughput import StepProfiler
 from app.weight_sync.buckets import Bucket, ReadyBucket, TensorMeta
 from app.weight_sync.sender import Sender
-from app.weight_sync.synchronizer import BucketedWeightSynchronizer, make_synchronizer
 from app.weight_sync.transport import ipc_payload
 from app.weight_sync.transport.base import Deadline
-from app.weight_sync.transport.collective import BroadcastSender, CollectiveTransport
+from app.weight_sync.transport.collective import BroadcastSender
 from app.weight_sync.transport.ipc import IpcSender
-from tests.compose import composed
 from tests.refusals import refused
 
 AUTO, IPC, COLLECTIVE = TransportKind.auto, TransportKind.ipc, TransportKind.collective
@@ -130,22 +128,3 @@ def test_the_first_failure_ends_the_wait_and_later_ones_are_named_too() -> None:
 def test_a_bug_is_raised_as_it_is() -> None:
     with pytest.raises(ZeroDivisionError):
         wait(60, one=failing(0, ZeroDivisionError()), two=failing(0, EngineError("echo")))
-
-
-class Own:
-    """A transport of the user's own that is none."""
-
-    sender = None
-    route = ""
-
-
-def test_a_transport_of_ones_own_replaces_the_named_one(tmp_path: Path) -> None:
-    target = "app.weight_sync.transport.collective.CollectiveTransport"
-    for kind in ("collective", "ipc"):
-        placement = "fully_async" if kind == "collective" else "colocate"
-        config = composed(f"placement={placement}", f"weight_sync._target_={target}", f"weight_sync.transport={kind}")
-        trainer: Any = None
-        made = make_synchronizer(config, device_of(config.device.kind), trainer, [], tmp_path, one_machine=True)
-        assert isinstance(made, BucketedWeightSynchronizer)
-        assert isinstance(made.transport, CollectiveTransport)
-        assert made.transport.backend == "gloo"
