@@ -263,12 +263,6 @@ def teacher(run: RunInputs) -> Iterator[Finding]:
         return
     if run.moment is CheckStage.plan or not run.trains:
         return
-    if config.teacher.prompt is not None:
-        from app.teacher.self_teacher import require_self_teacher
-
-        require_self_teacher(run.prompts.train.prompts, config, run.tokenizer)
-        yield Finding("teacher", "the run's own engines, with the answer in the prompt")
-        return
     from app.teacher import require_teacher
 
     require_teacher(config.teacher, run.tokenizer)
