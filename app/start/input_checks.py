@@ -299,7 +299,7 @@ def same_run(run: RunInputs) -> None:
 
 
 def environment(run: RunInputs) -> None:
-    """Whether a worker process can load the environment and its renderer. The doctor also plays an episode."""
+    """Whether a worker process can load the environment and its renderer."""
     if run.config.environment.multi_turn:
         _ = run.tasks
 

@@ -42,8 +42,8 @@ CHECKS = (
     Check("demonstrations", checks.demonstrations, ON_THIS_MACHINE, ("model", "data", "prompts")),
     Check("teacher", checks.teacher, ALWAYS, ("model",)),
     Check("checkpoint", checks.same_run, (CheckStage.start,)),
-    # and from here on processes try code of the user's; the doctor plays an episode instead
-    Check("environment", checks.environment, (CheckStage.plan, CheckStage.start), ("model",)),
+    # and from here on processes try code of the user's
+    Check("environment", checks.environment, ALWAYS, ("model",)),
     Check("code", checks.code, ALWAYS),
     Check("reward", checks.reward, ALWAYS),
 )

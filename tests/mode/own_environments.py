@@ -1,7 +1,5 @@
 """Environments of tests, which a worker imports from the working directory."""
 
-import os
-import time
 from typing import Any
 
 
@@ -31,26 +29,3 @@ class Unscored:
 
     def step(self, reply: Any) -> None:
         pass
-
-
-class Raises(Guess):
-    def step(self, reply: Any) -> str | None:
-        raise KeyError("board")
-
-
-class Dies(Guess):
-    def step(self, reply: Any) -> str | None:
-        os._exit(3)
-
-
-class Hangs(Guess):
-    def step(self, reply: Any) -> str | None:
-        time.sleep(1000)
-        return None
-
-
-class Speaks(Guess):
-    """Never ends by itself."""
-
-    def step(self, reply: Any) -> str | None:
-        return "again"

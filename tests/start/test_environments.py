@@ -1,4 +1,4 @@
-"""An environment that cannot be loaded is refused before a run's folder exists; the doctor also plays an episode."""
+"""An environment that cannot be loaded is refused before a run's folder exists."""
 
 import asyncio
 import sys
@@ -8,9 +8,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from app.mode import doctor
 from app.start.environments import require_environment, worker_spec
-from app.start.inputs import CheckStage, CheckStatus, Finding, RunInputs
+from app.start.inputs import RunInputs
 from app.start.preflight import preflight
 from tests.compose import composed, problems_of
 from tests.environment.qwen import write_model
@@ -30,10 +29,6 @@ def workers() -> list[str]:
         with suppress(psutil.NoSuchProcess):
             lines.append(" ".join(child.cmdline()))
     return [line for line in lines if "app.environment.worker" in line]
-
-
-def episode(*overrides: str) -> Finding:
-    return doctor.play_episode(RunInputs(composed(*overrides), CheckStage.doctor))
 
 
 @pytest.mark.parametrize(
@@ -85,27 +80,3 @@ def test_rewards_are_not_tried_on_completions_without_turns(tiny_model: Path) ->
     with refused("reward._target_", "tests.reward.broken.raises", "KeyError"):
         preflight(composed(reward))
     preflight(composed(f"environment._target_={OWN}.Guess", reward))
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("Guess", "an episode of 1 made-up turn: found 1, polite 0.5"),
-        ("Speaks", "an episode of 3 made-up turns: found 0, polite 0.5"),
-        ("Raises", "an episode of made-up turns failed: step raised KeyError: 'board' at"),
-        ("Dies", "an episode of made-up turns failed: the worker process died (exit code 3)"),
-        ("Hangs", "an episode of made-up turns failed: step took longer than 2 s"),
-    ],
-)
-def test_the_doctor_plays_an_episode(name: str, message: str, tiny_model: Path) -> None:
-    check = episode(*own(name, "environment.timeout_s=2"))
-    assert check.message.startswith(f"{OWN}.{name}, {message}")
-    assert check.status is (CheckStatus.ok if name in ("Guess", "Speaks") else CheckStatus.fail)
-    assert bool(check.hint) == (check.status is not CheckStatus.ok)
-    assert "; log:" not in check.message
-    assert workers() == []
-
-
-def test_without_the_model_the_doctor_cannot_render() -> None:
-    check = episode("model=hf", "model.path=owner/name", *own("Guess"))
-    assert (check.status, check.hint) == (CheckStatus.warn, "examine it again when the model is on this machine")
