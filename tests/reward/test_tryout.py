@@ -39,7 +39,7 @@ def test_a_reward_that_hangs_is_refused_at_its_deadline_and_named_before(
 ) -> None:
     monkeypatch.setattr(tryout, "SLOW_SECONDS", 0.2)
     components = {"exact": 1.0, "slow": {"_target_": f"{OWN}.hangs"}}
-    with refused("reward.components.slow._target_", f"{OWN}.hangs", "within 1 s", "reward.timeout_s=1"):
+    with refused("reward.components.slow._target_", f"{OWN}.hangs", "within 1 s", "reward.timeout_s"):
         tried(PROMPTS, components=components, timeout_s=1.0)
     assert capsys.readouterr().err == "trying reward component slow: no result after 0.2 s; it has 1 s\n"
 
@@ -47,16 +47,6 @@ def test_a_reward_that_hangs_is_refused_at_its_deadline_and_named_before(
 def test_a_reward_that_fails_on_some_completions_is_a_warning() -> None:
     (warning,) = tried(PROMPTS, _target_=f"{OWN}.first_word")
     assert " 3 of 6 " in warning
-
-
-def test_a_slow_reward_is_a_warning_and_is_tried_on_one_prompt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(tryout, "SLOW_SECONDS", 0.1)
-    monkeypatch.setattr(tryout, "MAX_COMPONENT_SECONDS", 0.2)
-    calls = tmp_path / "calls"
-    (warning,) = tried(PROMPTS, _target_=f"{OWN}.slow", args={"calls": str(calls)})
-    assert warning.startswith("reward component slow took ")
-    assert "reward.workers" in warning
-    assert calls.read_text() == "2 "
 
 
 def test_a_good_reward_sees_real_rows_with_the_answer_and_an_empty_text(tmp_path: Path) -> None:
