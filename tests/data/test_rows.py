@@ -93,10 +93,8 @@ def test_a_file_instead_of_a_hub_set_holds_out_rows_for_its_splits_and_warns_onc
 
 def test_an_evaluation_path_replaces_held_out_rows_and_the_sets_of_a_preset(jsonl: Callable[..., str]) -> None:
     train = jsonl(*[{"question": f"q{n}", "answer": f"#### {n}"} for n in range(20)])
-    mine = jsonl({"question": "p0", "answer": "#### 7"}, {"question": "p1"}, name="mine.jsonl")
-    config = DataConfig(
-        path=train, answer_after="####", eval_path=mine, eval_sets={"test": EvalSetConfig()}, max_broken_rows=1
-    )
+    mine = jsonl({"question": "p0", "answer": "#### 7"}, name="mine.jsonl")
+    config = DataConfig(path=train, answer_after="####", eval_path=mine, eval_sets={"test": EvalSetConfig()})
     loaded = rows.load(config)
     assert (len(loaded.train), list(loaded.evals), loaded.held_out) == (20, ["eval"], [])
     assert [(row.answer, row.source) for row in loaded.evals["eval"]] == [("7", "eval")]
@@ -209,8 +207,8 @@ def test_an_error_in_an_evaluation_set_names_its_key_or_its_row(jsonl: Callable[
         load(path=train, eval_sets={"aime": EvalSetConfig(path=other)})
     with refused("data.eval_sets.aime.question", "text", f"row 1 of {other}"):
         load(path=train, eval_sets={"aime": EvalSetConfig(path=other, question="text")})
-    with refused("data.train_sets.b.answer", "solution", f"row 2 of {train}"):
-        load(train_sets={"b": TrainSetConfig(path=train, answer="solution")}, max_broken_rows=1)
+    with refused("data.train_sets.b.answer", "solution", f"row 1 of {train}"):
+        load(train_sets={"b": TrainSetConfig(path=train, answer="solution")})
 
 
 def test_the_tasks_of_an_environment_are_rows_and_may_be_blank() -> None:

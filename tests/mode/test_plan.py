@@ -54,10 +54,11 @@ def test_a_plan_has_the_disk_that_a_run_needs(settings: list[str], sizes: list[s
 def test_the_plan_counts_the_rows_of_local_files(tmp_path: Path) -> None:
     assert "Data: 2,000 training rows, 200 held-out rows; 60 steps are 0.48 epochs\n" in describe(composed())
     rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"question": "1+1=", "answer": "2"}\n{broken\n' * 10)
-    text = describe(composed(f"data.path={rows}", f"data.eval_path={rows}", "data.max_broken_rows=20"))
-    assert "10 rows in evaluation set eval, 20 broken rows skipped; 60 steps are 96 epochs" in text
+    rows.write_text('{"question": "1+1=", "answer": "2"}\n' * 10)
+    text = describe(composed(f"data.path={rows}", f"data.eval_path={rows}"))
+    assert "10 rows in evaluation set eval; 60 steps are 96 epochs" in text
     assert "10 of the 10 questions" in text
+    rows.write_text("{broken")
     assert "Data: refused" in describe(composed(f"data.path={rows}"))
 
 

@@ -146,7 +146,7 @@ def test_warnings_about_the_data_are_recorded_by_the_run(tiny_model: Path, tmp_p
 def test_a_step_larger_than_the_training_set_is_a_warning_of_the_run(tiny_model: Path) -> None:
     inputs = preflight(composed("data.arithmetic.problems=12", "data.arithmetic.eval_problems=1"))
     assert inputs.prompts.counts.text == "12 training rows, 1 held-out row"
-    assert inputs.prompts.counts.facts == {"data/training_rows": 12, "data/evaluation_rows": 1, "data/broken_rows": 0}
+    assert inputs.prompts.counts.facts == {"data/training_rows": 12, "data/evaluation_rows": 1}
     repeated = "algorithm.prompts_per_step=16 exceeds the 12 training rows: each step repeats some"
     assert inputs.warnings == (repeated,)
     evaluation = composed("mode=eval", "data.arithmetic.problems=12")
