@@ -13,7 +13,7 @@ import pytest
 from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from app.config.arguments import check_arguments, named_values
+from app.config.arguments import check_arguments
 from app.config.command_line import command_name, override
 from app.config.foreign_names import answer, table
 from app.config.run import RunConfig
@@ -157,15 +157,9 @@ def test_an_unknown_key_of_ones_own_preset_is_answered_as_on_the_command_line(tm
     assert "algorithm.clip_high" in ended.stderr
 
 
-def test_named_values_complete() -> None:
-    assert named_values("posttrain mode=p") == ["mode=plan", "mode=parity"]
-    assert named_values("posttrain steps=3 placement.in_flight=re") == ["placement.in_flight=retract"]
-    assert [named_values(f"posttrain {line}") for line in ("mode=eval ", "steps=", "mo")] == [[], [], []]
-
-
 COMPLETE = """
 eval "$(posttrain -sc install=bash)"
-for COMP_LINE in "posttrain mode=p" "posttrain model=ti" "posttrain placement.max_st"; do
+for COMP_LINE in "posttrain model=ti" "posttrain placement.max_st"; do
   COMP_POINT=${#COMP_LINE} COMP_CWORD=1
   hydra_bash_completion
   echo "${COMPREPLY[@]}"
@@ -184,7 +178,6 @@ def test_bash_completes_the_installed_command(tmp_path: Path) -> None:
         ["bash", "-c", COMPLETE], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
     )
     assert done.stdout.splitlines() == [
-        "mode=plan mode=parity",
         "model=tiny model=tiny_lora model=tiny_qwen35 model=tiny_tools",
         "placement.max_staleness=",
         "-F hydra_bash_completion posttrain",
