@@ -37,7 +37,6 @@ from app.tracking.dashboards import require_trackers
 from app.tracking.number_format import plural
 from app.types import Prompt
 from app.utils.files import require_writable
-from app.utils.net import port_is_free
 from app.utils.units import size
 
 CHECKPOINT_BYTES = 12  # per trained parameter: float32 master weight and Adam moments
@@ -110,17 +109,6 @@ def disk(run: RunInputs) -> Iterator[Finding]:
         accepted = f"a folder with {size(needed)} for checkpoints and the exported model, or lower checkpoint.keep"
         raise ConfigError("hydra.run.dir", folder, accepted, f"it has {size(free)}")
     yield Finding("disk", f"{size(free)} free for {folder.absolute()}, the run may write {size(needed)}")
-
-
-def ports(run: RunInputs) -> None:
-    """Whether the ports of the engines are free on this machine."""
-    config = run.config
-    first, count = config.rollout.port, config.engines
-    if first is None or config.rollout.urls or config.cluster.address is not None:
-        return
-    for port in range(first, first + count):
-        accepted = f"the first of {count} free port(s), or null; port {port} is in use on this machine"
-        expect(port_is_free("127.0.0.1", port), "rollout.port", first, accepted)
 
 
 def data(run: RunInputs) -> Iterator[Finding]:

@@ -30,7 +30,6 @@ CHECKS = (
     Check("sizes", checks.sizes, ALWAYS),
     Check("model", checks.model, ALWAYS),
     Check("disk", checks.disk, ON_THIS_MACHINE),
-    Check("ports", checks.ports, ON_THIS_MACHINE),
     Check("data", checks.data, ALWAYS),
     Check("own code", checks.own_code, ALWAYS),
     Check("devices", checks.devices, ON_THIS_MACHINE),
