@@ -59,21 +59,6 @@ class RowCounts:
             "data/evaluation_rows": sum(self.evals.values()),
         }
 
-    def repeated(self, prompts_per_step: int) -> list[str]:
-        """Warnings about sets that have fewer rows than one step takes of them."""
-        shares = self.weights or dict.fromkeys(self.train, 1.0)
-        total = sum(shares.values())
-        warnings = []
-        for name, size in self.train.items():
-            taken = math.floor(prompts_per_step * shares[name] / total)
-            if taken <= size:
-                continue
-
-            exceeded = f"takes {taken} of data.train_sets.{name}, which has" if self.weights else "exceeds the"
-            per_step = f"algorithm.prompts_per_step={prompts_per_step}"
-            warnings.append(f"{per_step} {exceeded} {size} training rows: each step repeats some")
-        return warnings
-
 
 def describe_rows(config: DataConfig, loaded: DataRows | None, prompts_per_step: int, steps: int) -> list[str]:
     """Return the section of `mode=plan`: rows, and the epochs of so many steps. `loaded`: None where only a run can."""
@@ -83,8 +68,7 @@ def describe_rows(config: DataConfig, loaded: DataRows | None, prompts_per_step:
     counts = RowCounts.of(loaded.train, loaded.evals, loaded, config.weights)
     epochs = steps * prompts_per_step / sum(counts.train.values())
     described = "1 step is" if steps == 1 else f"{steps} steps are"
-    warnings = [f"  {each}" for each in (*loaded.warnings, *counts.repeated(prompts_per_step))]
-    return [f"Data: {counts.text}; {described} {epochs:.3g} epochs", *warnings]
+    return [f"Data: {counts.text}; {described} {epochs:.3g} epochs", *(f"  {each}" for each in loaded.warnings)]
 
 
 def steps_of_epochs(epochs: float, rows: int, prompts_per_step: int) -> int:

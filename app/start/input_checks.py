@@ -196,8 +196,6 @@ def prompts(run: RunInputs) -> Iterator[Finding]:
     yield Finding("prompts", f"{len(made.train):,} to train on, {evaluated:,} to evaluate on")
 
     warnings = [] if rows.sets_of(config.data).are_local else [*made.warnings]  # of local rows `data` warns
-    if run.trains:
-        warnings += made.counts.repeated(config.algorithm.prompts_per_step)
     warnings += rendering_warnings(made.all, config.data, run.tokenizer)
     if made.dropped:
         limit = f"rollout.max_prompt_tokens={config.rollout.max_prompt_tokens}"

@@ -96,11 +96,6 @@ def test_rows_are_held_out_of_each_training_set(jsonl: Callable[..., str], token
     assert len({prompt.id for prompt in held_out}) == 6
     assert held_out[0].id.startswith("eval/easy/")
 
-    # a step takes more of a set than it has
-    assert data.counts.repeated(24) == []
-    (warning,) = data.counts.repeated(32)
-    assert re.search("algorithm.prompts_per_step=32 .* 24 .*data.train_sets.hard.* 18 ", warning)
-
 
 def test_a_set_whose_prompts_are_all_too_long_is_refused(jsonl: Callable[..., str], tokenizer: Any) -> None:
     long = jsonl({"question": "123456", "answer": "1"}, name="long.jsonl")

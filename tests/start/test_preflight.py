@@ -136,14 +136,10 @@ def test_warnings_about_the_data_are_recorded_by_the_run(tiny_model: Path, tmp_p
     assert second.startswith("1 of the 1 questions")
 
 
-def test_a_step_larger_than_the_training_set_is_a_warning_of_the_run(tiny_model: Path) -> None:
+def test_the_rows_of_a_run_are_counted(tiny_model: Path) -> None:
     inputs = preflight(composed("data.arithmetic.problems=12", "data.arithmetic.eval_problems=1"))
     assert inputs.prompts.counts.text == "12 training rows, 1 held-out row"
     assert inputs.prompts.counts.facts == {"data/training_rows": 12, "data/evaluation_rows": 1}
-    repeated = "algorithm.prompts_per_step=16 exceeds the 12 training rows: each step repeats some"
-    assert inputs.warnings == (repeated,)
-    evaluation = composed("mode=eval", "data.arithmetic.problems=12")
-    assert preflight(evaluation).warnings == ()
 
 
 def test_a_reward_is_tried_on_a_training_row_and_one_of_each_evaluation_set(
