@@ -108,7 +108,6 @@ REFUSED = [  # the key that is named, and the words of a command line
     ("teacher.path", ["algorithm=opd", "teacher.path=./nowhere"]),
     ("rollout.temperature", ["algorithm=opd", "teacher.path=tiny", "rollout.temperature=0.7"]),
     ("teacher.devices", ["teacher.path=tiny", "teacher.devices=0"]),
-    ("teacher.engine_args.no-such", ["teacher.path=tiny", "+teacher.engine_args.no-such=1"]),
     (
         "teacher.engine_args.speculative-algorithm",
         ["teacher.path=tiny", "+teacher.engine_args.speculative-algorithm=EAGLE"],
@@ -127,7 +126,6 @@ REFUSED = [  # the key that is named, and the words of a command line
     ("eval.stop", ["eval.stop=['']"]),
     ("rollout.stop", ["rollout.stop=[a,'']"]),
     ("rollout.stop", ["rollout.stop=END"]),
-    ("rollout.engine_args.not-a-flag", ["+rollout.engine_args.not-a-flag=1"]),
     ("rollout.engine_args.speculative-algorithm", ["mode=plan", "+rollout.engine_args.speculative-algorithm=NGRAM"]),
     ("device.engine_args.rl-on-policy-target", ["mode=doctor", "+device.engine_args.rl-on-policy-target=fsdp"]),
     ("trainer.activation_checkpointing", ["trainer.activation_checkpointing=true"]),
