@@ -75,15 +75,6 @@ class RowSets:
         return all(each.is_local for each in (*self.train, *self.evals))
 
     @property
-    def paths(self) -> dict[str, str | list[str]]:
-        """Files and hub data sets, each by the first setting that names it."""
-        found: dict[str, str | list[str]] = {}
-        for each in (*self.train, *self.evals):
-            if each.path is not None and each.path not in found.values():
-                found[each.key] = each.path
-        return found
-
-    @property
     def text(self) -> str:
         """One line about sets that are not read yet."""
         train = ["the tasks of the environment" if each.key == TASKS else str(each.value) for each in self.train]

@@ -14,7 +14,7 @@ from app.device import Device, device_of
 from app.device.cpu import DEVICE as CPU
 from app.mode import doctor
 from app.mode.doctor import device as doctor_device
-from app.mode.doctor import examine, reachable
+from app.mode.doctor import examine
 from app.mode.doctor import software as doctor_software
 from app.model.hf_directory import load_tokenizer
 from app.start.inputs import CheckStage, CheckStatus, Finding, RunInputs
@@ -242,20 +242,6 @@ def test_inherited_surroundings_have_a_line(
     monkeypatch.setattr(os, "environ", {"PATH": os.environ["PATH"], "LANG": "C.UTF-8", "HOME": str(tmp_path), **given})
     monkeypatch.setattr(doctor.sys, "getfilesystemencoding", lambda: "gb18030" if "LC_ALL" in given else "utf-8")
     assert of(doctor.machine(), subject).status is status
-
-
-def test_what_cannot_be_reached_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    model = of(reachable(composed("model=qwen3_4b", "data=arithmetic")), "hub")
-    assert (model.status, "model.path=" in model.hint) == (FAIL, True)
-    sets = ["data=rows", f"data.train_sets.mine.path={tmp_path}", "data.eval_sets.far.path=someone/far"]
-    missing = of(reachable(composed(*sets)), "hub")
-    assert (missing.status, "data.eval_sets.far.path=" in missing.hint) == (FAIL, True)
-
-    found = list(reachable(composed("cluster.address=127.0.0.1:9", "rollout.urls=[http://127.0.0.1:9]")))
-    assert [of(found, each).status for each in ("cluster", "engine")] == [FAIL] * 2
 
 
 def test_variables_that_a_run_overrides_warn(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,17 +8,13 @@ Invariants:
 import os
 import resource
 import shutil
-import socket
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from urllib.parse import quote, urlsplit
-from urllib.request import Request, urlopen
 
 from app.config import RunConfig
-from app.data import records, rows
 from app.errors import FAILED_EXIT
 from app.mode import ModeResult
 from app.mode.doctor import device, software
@@ -32,7 +28,6 @@ SHARED_GIB_FAIL = 0.25  # Ray's object store and tensors between processes live 
 SHARED_GIB_WARN = 2.0
 OPEN_FILES_WARN = 4096
 FULL_DISK = 0.95  # Ray stops spilling objects there
-REACH_TIMEOUT_S = 10.0
 PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 
 OUTPUTS = Path("outputs")
@@ -55,7 +50,6 @@ def examine(config: RunConfig, folder: Path = OUTPUTS) -> list[Finding]:
         *device.variables(config, inputs.device),
         *machine(),
         *findings(inputs),
-        *reachable(config),
     ]
 
 
@@ -109,56 +103,3 @@ def machine() -> Iterator[Finding]:
 
     if proxies := sorted(name for name in os.environ if name.lower() in PROXIES):
         yield Finding("proxies", f"{', '.join(proxies)}; a run's own servers are outside of them")
-
-
-def reachable(config: RunConfig) -> Iterator[Finding]:
-    """Check access to what a run downloads, to its cluster, and to engines that are running."""
-    if not config.model.local.is_dir():
-        yield _hub("model", str(config.model.path), "model.path")
-    teacher = config.teacher.model(config.model)
-    if teacher is not None and not teacher.local.is_dir():
-        yield _hub("model", str(teacher.path), "teacher.path")
-    for key, path in rows.sets_of(config.data).paths.items():
-        for part in [path] if isinstance(path, str) else path:
-            if records.is_remote(part) and not Path(part).expanduser().is_dir():
-                yield _hub("dataset", part, key)
-
-    if config.cluster.address not in (None, "auto", "local"):
-        yield _cluster(str(config.cluster.address))
-    for url in config.rollout.urls:
-        yield _answers("engine", f"{url.rstrip('/')}/health", url, "start the server, or correct rollout.urls")
-
-
-def _hub(kind: str, name: str, key: str) -> Finding:
-    """Check that the hub, or its local cache, has a repository."""
-    from huggingface_hub import constants, scan_cache_dir
-    from huggingface_hub.errors import CacheNotFound
-    from huggingface_hub.utils import build_hf_headers
-
-    try:
-        if any(repo.repo_id == name and repo.repo_type == kind for repo in scan_cache_dir().repos):
-            return Finding("hub", f"{name}, in its cache")
-    except CacheNotFound:
-        pass  # nothing was ever downloaded
-
-    request = Request(f"{constants.ENDPOINT}/api/{kind}s/{quote(name)}", headers=build_hf_headers())
-    hint = f"download it on a machine with network access, and set {key}=... to its folder"
-    return _answers("hub", request, name, hint)
-
-
-def _answers(subject: str, request: str | Request, name: str, hint: str) -> Finding:
-    try:
-        with urlopen(request, timeout=REACH_TIMEOUT_S) as reply:
-            return outcome(subject, reply.status == 200, f"{name} answers with {reply.status}", hint)
-    except OSError as error:  # every failure of urllib
-        return Finding(subject, f"{name} cannot be reached: {error}", CheckStatus.fail, hint)
-
-
-def _cluster(address: str) -> Finding:
-    parts = urlsplit(address if "://" in address else f"ray://{address}")
-    try:
-        with socket.create_connection((parts.hostname or "", parts.port or 6379), timeout=REACH_TIMEOUT_S):
-            return Finding("cluster", f"{address} answers")
-    except OSError as error:
-        hint = "start Ray there (launch/ray_cluster.sh), open the port, or leave cluster.address=null"
-        return Finding("cluster", f"{address}: {error}", CheckStatus.fail, hint)
