@@ -58,6 +58,7 @@ ROOMS = {
         ("app.tracking.dashboards",),
     ),
     "supervised runs": Room(("app.mode.sft", "app.data.demonstrations"), ("app.start.inputs",)),
+    "trial of own objectives": Room(("app.algorithm.custom_functions",), ("app.start.input_checks",)),
     "trial of own rewards": Room(("app.reward.tryout",), ("app.start.input_checks",)),
     "teacher": Room(("app.teacher",), ("app.start.session", "app.start.input_checks")),
     "serving of adapters": Room(

@@ -120,8 +120,5 @@ def objective_terms(batch: TokenBatch, ratio: Tensor, config: AlgorithmConfig) -
         return BUILT_IN[config.objective](batch, ratio, config)
 
     values = resolve(config.objective)(batch, ratio)
-    if values.shape != ratio.shape or values.requires_grad != ratio.requires_grad:
-        shape = f"{[*values.shape]} for {len(ratio)} tokens, with{'' if values.requires_grad else 'out'} a gradient"
-        raise ValueError(f"algorithm.objective={config.objective} returned the shape {shape}")
     nowhere = torch.zeros_like(ratio, dtype=torch.bool)
     return Terms(values, nowhere, nowhere)

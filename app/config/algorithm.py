@@ -168,10 +168,8 @@ class AlgorithmConfig:
     )
 
     @property
-    def own(self) -> dict[str, str]:
-        """Paths of functions of the user's, by the setting that names them."""
-        named = {"algorithm.advantage": self.advantage, "algorithm.objective": self.objective}
-        return {key: path for key, path in named.items() if path not in (*ADVANTAGES, *OBJECTIVES)}
+    def own(self) -> list[str]:
+        return [path for path in (self.advantage, self.objective) if path not in (*ADVANTAGES, *OBJECTIVES)]
 
     @property
     def smallest_group(self) -> int:

@@ -38,7 +38,6 @@ from app.tracking.number_format import plural
 from app.types import Prompt
 from app.utils.files import require_writable
 from app.utils.units import size
-from app.utils.user_code import require
 
 CHECKPOINT_BYTES = 12  # per trained parameter: float32 master weight and Adam moments
 EXPORT_BYTES = 4  # per parameter, at most
@@ -133,9 +132,11 @@ def own_code(run: RunInputs) -> Iterator[Finding]:
     """Whether trackers, objectives and advantages of the user's can be imported and used."""
     config = run.config
     require_trackers(config.tracking)
-    for key, path in config.algorithm.own.items():
-        require(key, path, "the path of a function")
-    if own := [*config.tracking.own, *config.algorithm.own.values()]:
+    if config.algorithm.own:
+        from app.algorithm.custom_functions import require_own
+
+        require_own(config.algorithm)
+    if own := [*config.tracking.own, *config.algorithm.own]:
         yield Finding("own code", f"{', '.join(own)} can be loaded")
 
 

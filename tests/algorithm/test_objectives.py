@@ -5,10 +5,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from app.algorithm.advantage import estimate
+from app.algorithm.custom_functions import require_own
 from app.config.algorithm import Aggregation, AlgorithmConfig, Correction, OldPolicy, RatioLevel
 from tests.refusals import refused
 
@@ -98,6 +97,15 @@ def one_number(batch, ratio):
 def constant(batch, ratio):
     return ratio.detach()
 
+def infinite(batch, ratio):
+    return ratio / 0
+
+def raising(batch, ratio):
+    raise KeyError("no")
+
+def centered(rewards):
+    return rewards - rewards.min()
+
 def scalar(rewards):
     return rewards.mean()
 
@@ -124,16 +132,18 @@ def test_a_function_of_the_user_is_the_objective(own: str) -> None:
     assert half.metrics["clip/low_fraction"] == half.metrics["clip/high_fraction"] == 0
 
 
-@pytest.mark.parametrize("name", ["one_number", "constant"])
-def test_an_objective_without_a_term_and_a_gradient_for_each_token_is_an_error(name: str, own: str) -> None:
-    with pytest.raises(ValueError, match=name):
-        update([random_case(0)], replace(MEAN, objective=f"{own}.{name}"), Correction.none)
-
-
-@pytest.mark.parametrize("name", ["scalar", "nothing"])
-def test_an_advantage_that_is_not_one_finite_number_for_each_reward_is_an_error(name: str, own: str) -> None:
-    with pytest.raises(ValueError, match="rewards"):
-        estimate(np.array([0.0, 1.0]), AlgorithmConfig(advantage=f"{own}.{name}"))
+@pytest.mark.parametrize(
+    ("setting", "name"),
+    [
+        *(("objective", name) for name in ("one_number", "constant", "infinite", "raising", "absent")),
+        *(("advantage", name) for name in ("scalar", "nothing")),
+    ],
+)
+def test_a_function_that_cannot_be_used_is_refused(setting: str, name: str, own: str) -> None:
+    usable = AlgorithmConfig(objective=f"{own}.half_reinforce", advantage=f"{own}.centered")
+    require_own(usable)
+    with refused(f"algorithm.{setting}", f"{own}.{name}"):
+        require_own(replace(usable, **{setting: f"{own}.{name}"}))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
