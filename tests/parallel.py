@@ -44,6 +44,7 @@ LONG: tuple[str, ...] = (  # more than ten seconds, the longest first
     "config/",
     "docs/",
     "mode/",
+    "cpu_engine/test_decode.py",
     "weight_sync/test_world_size.py",
     "real_stack/",
     "launch/",

@@ -63,6 +63,20 @@ def multiply(a: Tensor, b: Tensor) -> Tensor:
     return product.t().contiguous() if swapped else product
 
 
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return x · weightᵀ + bias as torch's own `linear` would, bypassing its dispatcher.
+
+    Args:
+        x: [M, K].
+        weight: [N, K].
+        bias: [N].
+    """
+    if not _overrides or not _large(x, weight):
+        return torch.nn.functional.linear(x, weight, bias)
+    product: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
+    return product
+
+
 def _large(a: Tensor, b: Tensor, into: Tensor | None = None) -> bool:
     """Whether oneDNN is to compute a·b. An `into` of another shape is for torch to resize, broadcast or refuse."""
     if a.shape[0] * b.numel() < MIN_MULTIPLICATIONS or not a.dtype == b.dtype == torch.float32:

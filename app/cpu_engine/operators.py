@@ -36,17 +36,28 @@ def register() -> None:
             BaseFusedOp.register_oot_forward(pkgutil.resolve_name(name), operator, NATIVE)
 
 
-def callable_alike(name: str, replacement: Callable[..., Any]) -> bool:
-    """Return whether this SGLang has the method `name`, dotted, with the parameters of its replacement."""
+def callable_alike(name: str, replacement: Callable[..., Any], before: int = 0) -> bool:
+    """Return whether this SGLang has the method `name` and calls it with the arguments that its replacement takes.
+
+    Args:
+        name: Dotted.
+        replacement: With the method's parameters.
+        before: How many parameters it takes before those.
+    """
     try:
         replaced = pkgutil.resolve_name(name)
     except (ImportError, AttributeError):
         logger.warning("SGLang has no %s: not replaced", name)
         return False
-    alike = [*inspect.signature(replacement).parameters][1:] == [*inspect.signature(replaced).parameters][1:]
+    alike = parameters(replacement)[before + 1 :] == parameters(replaced)[1:]
     if not alike:
         logger.warning("SGLang calls %s differently: not replaced", name)
     return alike
+
+
+def parameters(function: Callable[..., Any]) -> list[str]:
+    """Return the names of a function's parameters."""
+    return list(inspect.signature(function).parameters)
 
 
 # --- SGLang's layers

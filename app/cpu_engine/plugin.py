@@ -17,11 +17,12 @@ def load() -> None:
 
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from app.cpu_engine import batched_attention, gated_delta, matmul, operators
+    from app.cpu_engine import batched_attention, dense_model, gated_delta, matmul, operators
 
     matmul.use_onednn_matmul()
     batched_attention.register()
     operators.register()
+    dense_model.register()
     gated_delta.register()
     HookRegistry.register(SET_START_METHOD, fork_children, HookType.AFTER)
     HookRegistry.register(PROCESS_REQUESTS, sleep_while_paused, HookType.AFTER)

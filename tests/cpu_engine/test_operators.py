@@ -113,6 +113,7 @@ def test_attention_over_a_padded_copy_is_that_over_each_requests_own_tokens() ->
 
 def test_a_method_that_sglang_lacks_or_calls_differently_is_not_replaced() -> None:
     assert operators.callable_alike("torch.nn.RMSNorm.forward", lambda layer, x: x)
+    assert operators.callable_alike("torch.nn.RMSNorm.forward", lambda original, layer, x: x, before=1)
     assert not operators.callable_alike("torch.nn.RMSNorm.forward", lambda layer, x, residual: x)
     assert not operators.callable_alike("torch.nn.NoSuchNorm.forward", lambda layer, x: x)
     assert not operators.callable_alike("torch.no_such_module.RMSNorm.forward", lambda layer, x: x)

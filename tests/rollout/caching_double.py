@@ -27,6 +27,7 @@ VARIABLE = "POSTTRAIN_TEST_CACHED_IN"  # the attribute of a layer that has its c
 STALE = "_never_refreshed"
 REFRESHED = "_conv_weights_t"  # of SGLang's backends for NPUs
 PREFILL = "sglang.srt.layers.quantization.unquant.UnquantizedLinearMethod.apply"
+DECODE = "app.cpu_engine.dense_model.projected"  # takes the modules' place in a decode step
 LAYERS = "RowParallelLinear"  # the output projections of attention and MLP
 
 
@@ -48,6 +49,7 @@ def load() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(PREFILL, apply, HookType.AROUND)
+    HookRegistry.register(DECODE, projected, HookType.AROUND)
 
 
 def apply(original: Callable[..., Tensor], method: Any, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -56,6 +58,10 @@ def apply(original: Callable[..., Tensor], method: Any, layer: Any, x: Tensor, b
         return original(method, layer, x, bias)
     product = torch.matmul(x, transposed(layer))
     return product if bias is None else product + bias
+
+
+def projected(original: Callable[..., Tensor], layer: Any, x: Tensor) -> Tensor:
+    return apply(lambda _, layer, x, __: original(layer, x), None, layer, x, layer.bias)
 
 
 def transposed(layer: Any) -> Tensor:
