@@ -167,7 +167,8 @@ class RunConfig:
         kind = self.device.kind
         check_engine_flags("device.engine_args", self.device.engine_args, kind)
         check_engine_flags("rollout.engine_args", self.rollout.engine_args, kind)
-        self.teacher.validate(self.rollout.temperature, policy=self.model, device=kind)
+        sources = self.data.sources
+        self.teacher.validate(self.rollout.temperature, sources=sources, policy=self.model, device=kind)
         if self.model.lora.enabled:
             self.weight_sync.validate_for_adapters()
         self.weight_sync.validate(

@@ -252,7 +252,8 @@ def teacher(run: RunInputs) -> Iterator[Finding]:
     from app.teacher import require_teacher
 
     require_teacher(config.teacher, run.tokenizer)
-    yield Finding("teacher", f"{', '.join(config.teacher.urls or ())} can score")
+    addresses = [url for urls in config.teacher.servers.values() for url in urls]
+    yield Finding("teacher", f"{', '.join(addresses)} can score")
 
 
 def _teacher_files(run: RunInputs, path: str) -> Iterator[Finding]:

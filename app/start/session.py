@@ -178,7 +178,7 @@ async def start_rollout_workers(
             teachers = EngineSupervisor(config, EnginePool([make.teacher()]), make.teacher, recorder.warn)
             stack.push_async_callback(_end_engines, teachers.pool)
         scored_by = None
-        if (config.teacher.urls or config.teacher_devices) and config.mode is not Mode.eval:
+        if (config.teacher.servers or config.teacher_devices) and config.mode is not Mode.eval:
             from app.teacher import Teacher
 
             teacher_client = Teacher(config.teacher, teachers.pool if teachers is not None else None)

@@ -15,12 +15,12 @@ import asyncio
 import itertools
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from app.config.teacher import MAX_REQUESTS, MAX_RETRY_DELAY_S, RETRIES, TeacherConfig
+from app.config.teacher import ANY_SOURCE, MAX_REQUESTS, MAX_RETRY_DELAY_S, RETRIES, TeacherConfig
 from app.errors import ConfigError, EngineError, RunError, one_line
 from app.rollout.engine.client import Client, KeyRefused, NoAnswer
 from app.rollout.engine.pool import EnginePool
@@ -50,7 +50,7 @@ class EngineClient:
 
 
 class Teacher:
-    """The servers of `teacher.urls`, or the engine of `pool`.
+    """One teacher, or one for each data source: the servers of `teacher.urls`, or the engine of `pool`.
 
     Example:
         async with Teacher(config.teacher) as teacher:
@@ -60,17 +60,20 @@ class Teacher:
     def __init__(self, config: TeacherConfig, pool: EnginePool | None = None) -> None:
         self.config = config
         self._engine = EngineClient(pool) if pool is not None else None
-        self._clients: list[Client] = []
+        self._clients: dict[str, list[Client]] = {}  # by the source that they score
         self._requests = itertools.count()
         self._slots = asyncio.Semaphore(MAX_REQUESTS)
 
     async def __aenter__(self) -> "Teacher":
         key = os.environ.get(KEY)
-        self._clients = [Client(f"the teacher at {url}", url, key) for url in self.config.urls or ()]
+        self._clients = {
+            source: [Client(f"the teacher at {url}", url, key) for url in urls]
+            for source, urls in self.config.servers.items()
+        }
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await asyncio.gather(*(client.close() for client in self._clients))
+        await asyncio.gather(*(client.close() for clients in self._clients.values() for client in clients))
 
     async def score(self, group: Group) -> Group:
         """Return the group with the teacher's log-probabilities. Raises `RunError` if a server refuses or fails."""
@@ -79,7 +82,7 @@ class Teacher:
 
     async def require_same_vocabulary(self, tokenizer: Any) -> None:
         """Raise `ConfigError` for a server that does not answer, refuses our key, or has other tokens."""
-        for client in self._clients:
+        for client in itertools.chain.from_iterable(self._clients.values()):
             try:
                 body = {"model": "default", "prompt": list(PROBES), "add_special_tokens": False}
                 reply = await client.post("/tokenize", body, seconds=CHECK_TIMEOUT_S)
@@ -88,16 +91,20 @@ class Teacher:
             _require_same("teacher.urls", client.url, reply.get("tokens"), tokenizer)
 
     async def _trajectory(self, trajectory: Trajectory) -> Trajectory:
-        name = trajectory.prompt.id
-        scored = await gather_or_raise(*(self._sequence(each, name) for each in trajectory.sequences))
+        prompt = trajectory.prompt
+        own = [] if self._engine is None else [self._engine]
+        clients = own or self._clients.get(prompt.source) or self._clients[ANY_SOURCE]
+        scored = await gather_or_raise(*(self._sequence(each, prompt.id, clients) for each in trajectory.sequences))
         return trajectory.with_teacher(scored)
 
-    async def _sequence(self, sequence: TokenSequence, name: str) -> np.ndarray:
+    async def _sequence(
+        self, sequence: TokenSequence, name: str, clients: Sequence[Client | EngineClient]
+    ) -> np.ndarray:
         if not len(sequence.logprobs):
             return np.zeros(0, dtype=np.float32)
 
         for attempt in itertools.count():
-            client = self._engine or self._clients[next(self._requests) % len(self._clients)]
+            client = clients[next(self._requests) % len(clients)]
             try:
                 async with self._slots:
                     reply = await client.post("/generate", _request(sequence), seconds=self.config.timeout_s)

@@ -181,6 +181,7 @@ def test_a_run_without_a_checkpoint_is_finished_or_starts_over_as_given(tmp_path
 
 
 ONE = "teacher.urls=[http://a:1]"
+BY_SOURCE = "teacher.urls={arithmetic: [http://a:1]}"
 
 
 @pytest.mark.parametrize(
@@ -188,6 +189,8 @@ ONE = "teacher.urls=[http://a:1]"
     [
         (ONE, "teacher.urls=[http://b:1,http://c:1]", True),
         (ONE, "teacher.urls=null", False),
+        (ONE, BY_SOURCE, False),
+        (BY_SOURCE, "teacher.urls={arithmetic: [http://b:1]}", True),
         ("steps=8", ONE, False),
     ],
 )

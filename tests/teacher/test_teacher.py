@@ -107,6 +107,28 @@ async def test_a_failed_request_is_sent_again(monkeypatch: pytest.MonkeyPatch) -
     assert calls[0]["sampling_params"] == {"max_new_tokens": 0, "temperature": 1.0}
 
 
+async def test_each_data_source_is_scored_by_its_own_teacher() -> None:
+    def teacher(logprob: float) -> Callable[[web.Request], Any]:
+        async def generate(request: web.Request) -> web.Response:
+            return entries(4, logprob)
+
+        return generate
+
+    config = TeacherConfig()
+    async with double(teacher(-0.5)) as one, double(teacher(-2.0)) as other:
+        config.urls = {"sums": [one], "code": [other, other]}
+        async with Teacher(config) as teachers:
+            scored = [await teachers.score(of_source(each)) for each in ("sums", "code", "sums", "code")]
+
+    found = [group.trajectories[0].completion.teacher_logprobs for group in scored]
+    assert [logprobs.tolist() for logprobs in found if logprobs is not None] == [[-0.5] * 3, [-2.0] * 3] * 2
+
+
+def of_source(source: str) -> Group:
+    trajectory = one_turn([1, 2], [3, 4, 5])
+    return group_of(replace(trajectory, prompt=replace(trajectory.prompt, source=source)))
+
+
 @pytest.mark.parametrize("problem", ["late", "refused", "short", "not finite", "gone"])
 async def test_failures_end_after_the_retries(problem: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("app.teacher.RETRY_DELAY_S", 0.01)
