@@ -7,8 +7,10 @@ Warnings are log records, which `app.start.output_folder` prints.
 import os
 import sys
 import time
+from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
+from statistics import median
 from typing import TextIO
 
 from rich.console import Console
@@ -33,6 +35,9 @@ SHOWN = (  # name, metric, format
     ("cross-entropy", "loss/ce", "{:6.3f}"),
 )
 PHASES = (("generate", "cyan"), ("train", "magenta"), ("sync", "yellow"))
+MEDIAN_STEPS = 20
+ESTIMATE_STEPS = 10
+ESTIMATE_S = 120.0
 
 
 class Terminal(Console):
@@ -56,6 +61,8 @@ class RunConsole:
         self._started = time.monotonic()
         self._first_accuracy: float | None = None
         self._progress: Progress | None = None
+        self._step_seconds: deque[float] = deque(maxlen=MEDIAN_STEPS)
+        self._unannounced_s = 0.0  # of steps since the last line with an estimate
         self._header()
 
     def status(self, text: str) -> None:
@@ -78,12 +85,27 @@ class RunConsole:
             self._progress.reset(self._task, completed=step, total=self._config.steps, start=True)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        line = step_line(step, self._config.steps, metrics)
+        line = step_line(step, self._config.steps, metrics).append(self._time_left(step, metrics), "dim")
         if self._terminal:
             line.truncate(self._console.width, overflow="ellipsis")
         self._print(line)
         if self._progress is not None:
             self._progress.update(self._task, completed=step, status="")
+
+    def _time_left(self, step: int, metrics: Mapping[str, float]) -> str:
+        """Return an estimate for every tenth plain line, or every two minutes of steps; else, or at the end, nothing.
+
+        It is the median of the last steps times the steps that are left. Evaluations and checkpoints come on top.
+        """
+        self._step_seconds.append(metrics.get("time/step", 0.0))
+        self._unannounced_s += self._step_seconds[-1]
+        left = self._config.steps - step
+        due = step % ESTIMATE_STEPS == 0 or self._unannounced_s >= ESTIMATE_S
+        if self._terminal or not due or left <= 0:
+            return ""
+
+        self._unannounced_s = 0.0
+        return f"   about {duration(left * median(self._step_seconds))} left"
 
     def log_eval(self, step: int, results: Mapping[str, Mapping[str, float]]) -> None:
         """Print an evaluation.

@@ -37,6 +37,16 @@ def test_a_step_is_one_plain_line_without_a_terminal() -> None:
     assert " ".join(line.split()) == expected
 
 
+def test_every_tenth_plain_line_has_the_time_left_by_the_median_of_the_last_steps() -> None:
+    def draw(console: RunConsole) -> None:
+        for step in range(1, 61):
+            console.step(step, {"time/step": 9.0 if step % 20 == 5 else 0.5})
+
+    found = [re.search(r"step +(\d+)/60.* about (.+) left$", line) for line in lines(draw)]
+    estimates = {int(each[1]): each[2] for each in found if each}
+    assert estimates == {10: "25 s", 20: "20 s", 30: "15 s", 40: "10 s", 50: "5 s"}
+
+
 def test_an_evaluation_shows_the_change_since_the_first() -> None:
     def draw(console: RunConsole) -> None:
         console.log_eval(0, {"eval": {"accuracy": 0.3}})
