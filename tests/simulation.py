@@ -408,6 +408,7 @@ class Lines:
     ledger: list[tuple[int, list[str], list[str]]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     statuses: list[str] = field(default_factory=list)
+    stop_reason: str | None = None
 
     def status(self, text: str) -> None:
         self.statuses.append(text)

@@ -119,6 +119,8 @@ REFUSED = [  # the key that is named, and the words of a command line
     ("teacher.urls.arithmetic", ["teacher.urls={arithmetic: []}"]),
     ("algorithm.group_size", ["algorithm.group_size=1"]),
     ("placement", ["placement=async"]),
+    ("stop.at_accuracy", ["stop.at_accuracy=1.1"]),
+    ("eval.every", ["stop.patience=3", "eval.every=0"]),
     ("rollout.top_p", ["rollout.top_p=0.9"]),
     ("rollout.top_k", ["rollout.top_k=20"]),
     ("eval.repetition_penalty", ["eval.repetition_penalty=1.1"]),

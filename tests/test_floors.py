@@ -9,7 +9,7 @@ APP = Path(__file__).parent.parent / "app"
 FLOORS = (  # from the ground up; packages of one floor never import each other
     ("types", "errors"),
     ("config", "protocols", "utils"),
-    ("worker",),
+    ("stop", "worker"),
     ("algorithm", "data", "device", "environment", "reward", "tracking"),
     ("model",),
     ("rollout", "trainer"),

@@ -19,6 +19,7 @@ from app.config.recovery import RecoveryConfig
 from app.config.reward import RewardConfig
 from app.config.rollout import RolloutConfig
 from app.config.setting import check_bounds, setting
+from app.config.stop import StopConfig
 from app.config.teacher import TeacherConfig
 from app.config.tracking import TrackingConfig
 from app.config.trainer import TrainerConfig
@@ -82,6 +83,7 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
+    stop: StopConfig = field(default_factory=StopConfig)
     recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
@@ -205,6 +207,8 @@ class RunConfig:
         streams = not colocated and self.algorithm.updates_per_step == 1
         accepted = "auto or off, but with placement=fully_async and algorithm.updates_per_step=1"
         expect(streams or self.placement.stream is not Stream.on, "placement.stream", self.placement.stream, accepted)
+        for key in self.stop.given:
+            expect(self.eval.every > 0, "eval.every", 0, f"the steps between evaluations, which {key} compares")
 
     def _validate_tasks(self) -> None:
         data, choice, turns = self.data, self.environment.choice, self.environment.multi_turn

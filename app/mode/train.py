@@ -69,8 +69,11 @@ def run(
             finished = True
         finally:
             exported = finished and config.checkpoint.export
-            further = [override("steps", 2 * config.steps)] if finished else ()
-            recorder.keep(*kept_in(folder, exported=exported, continued=further))
+            further = [override("steps", 2 * config.steps)]
+            further = [f"{key}=null" for key in config.stop.given] if recorder.stop_reason else further
+            recorder.keep(*kept_in(folder, exported=exported, continued=further if finished else ()))
+        if reason := recorder.stop_reason:
+            recorder.note(f"stopped early: {reason}", {"stop/reason": reason})
     return ModeResult(recorder.accuracy)
 
 

@@ -71,8 +71,8 @@ class PlacementController(ABC):
 
     @property
     def finished(self) -> bool:
-        """Whether the last step is done."""
-        return self.version >= self.config.steps
+        """Whether the last step is done, or an evaluation ends the run early."""
+        return self.version >= self.config.steps or self.context.recorder.stop_reason is not None
 
     # --- phases
 

@@ -19,8 +19,10 @@ from app.checkpoint.folder import FOLDER, LATEST, latest, list_checkpoints, name
 from app.checkpoint.run_state import read_state
 from app.config import Mode
 from app.config.command_line import names_of, override
+from app.config.stop import StopConfig
 from app.errors import ConfigError, DamagedCheckpoint, expect
 from app.recovery.saved_config import SAVED, load, take_over
+from app.stop import stop_reason
 from app.tracking.run_folder import metrics_file, summary
 
 NEVER = "never"
@@ -28,7 +30,7 @@ AUTO = "auto"
 RESULTS = (metrics_file.NAME, "parity.json")  # a folder with one of them holds a run
 # Files of model.path and model.chat_template may move: the checkpoint identifies their content.
 RESUMABLE = (
-    "steps", "epochs", "eval.every", "checkpoint", "tracking", "recovery", "cluster", "offload", "weight_sync",
+    "steps", "epochs", "stop", "eval.every", "checkpoint", "tracking", "recovery", "cluster", "offload", "weight_sync",
     "model.path", "model.chat_template", "placement.devices", "placement.trainer_devices", "placement.rollout_devices",
     "rollout.urls", "rollout.port", "rollout.memory_fraction", "rollout.max_inflight_groups", "rollout.stall_timeout_s",
     "rollout.start_timeout_s", "teacher.urls", "teacher.devices", "teacher.timeout_s", "trainer.compile",
@@ -94,9 +96,12 @@ def resume_training(settings: DictConfig, folder: Path) -> Resumption:
         return Resumption(merged, folder, checkpoint, notes)
 
     step = int(summary.read(folder).get("steps", 0)) if checkpoint is None else read_state(checkpoint).step
+    stopped = _stopped(merged, folder, step)
     # A run that ended after its last step may still have to evaluate and export it.
-    if step > merged.steps or (step == merged.steps and finished):
+    if stopped or step > merged.steps or (step == merged.steps and finished):
         ended = f"{'finished' if finished else 'is'} at step {step}: give a larger steps=… to continue it"
+        if stopped:
+            ended = f"stopped early at step {step} ({stopped}): change that setting, or give null, to continue it"
         accuracy = summary.accuracy(summary.read(folder))
         return Resumption(merged, folder, notes=(*notes, f"the run in {folder} {ended}"), accuracy=accuracy)
     accepted = f"another hydra.run.dir; the run in {folder} finished at step {step} without a checkpoint"
@@ -182,3 +187,13 @@ def _intact_latest(folder: Path) -> Path | None:
         return checkpoint
     except DamagedCheckpoint:
         return None
+
+
+def _stopped(settings: DictConfig, folder: Path, step: int) -> str | None:
+    """Return why the finished run in the folder, continued with these settings, would stop early where it ended."""
+    if not summary.is_finished(folder) or summary.read(folder).get("steps") != step:
+        return None
+    rows = metrics_file.read(folder / metrics_file.NAME)
+    accuracies = {row["step"]: row["eval/accuracy"] for row in rows if row.get("eval/accuracy") is not None}
+    stop = StopConfig(settings.stop.at_accuracy, settings.stop.patience)
+    return stop_reason(stop, accuracies, step=step, last_step=int(settings.steps))

@@ -39,6 +39,7 @@ def _rules(run: RunConfig) -> list[tuple[bool, str, str]]:
         (not run.teacher.given, "teacher", no_teacher),
         (run.checkpoint.keep == 0, "checkpoint.every checkpoint.keep_best", "checkpoint.keep is 0"),
         (run.eval.temperature == 0, "eval.top_p eval.top_k", "eval.temperature is 0, which is greedy"),
+        (run.eval.every >= run.steps, "stop", "the run is evaluated after its last step only"),
         (run.data.template is Template.plain, "data.thinking", "data.template is plain"),
         (not run.environment.multi_turn, "environment", "environment=single_turn has no episodes"),
         (not run.model.lora.enabled, "model.lora.alpha model.lora.targets", "model.lora.rank is 0"),

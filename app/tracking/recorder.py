@@ -20,6 +20,7 @@ from omegaconf import OmegaConf
 
 from app.config import RunConfig
 from app.errors import Interrupted
+from app.stop import stop_reason
 from app.tracking import dashboards
 from app.tracking.console import RunConsole
 from app.tracking.rules import Alarms
@@ -102,6 +103,12 @@ class RunFolderRecorder:
     def accuracy(self) -> float:
         """The accuracy of the run's last evaluation, of an earlier attempt too; 0 without one."""
         return summary.accuracy(self._summary.values)
+
+    @property
+    def stop_reason(self) -> str | None:
+        """Why the run ends early, after the step recorded last, by its evaluations; None to go on."""
+        step = int(self._summary.values["steps"])
+        return stop_reason(self.config.stop, self._summary.accuracies, step=step, last_step=self.config.steps)
 
     def status(self, text: str) -> None:
         log.info(text)

@@ -29,6 +29,7 @@ def sentences(*overrides: str) -> list[str]:
         (["checkpoint.every=5", "checkpoint.keep=0"], "checkpoint.every"),
         (["eval.top_p=0.9", "eval.top_k=20"], "eval.top_k, eval.top_p"),
         (["data.thinking=true"], "data.thinking"),
+        (["steps=20", "stop.patience=3"], "stop.patience"),
         (["environment.max_turns=3", "environment.args={}"], "environment.args, environment.max_turns"),
         (["model.lora.alpha=16"], "model.lora.alpha"),
         ([ASYNC, "placement.devices=1"], "placement.devices"),

@@ -102,6 +102,8 @@ def _header(runs: Sequence[RunData]) -> str:
 
     title = f"<h1>{escape(run.label)} <span class='status {escape(status)}'>{escape(status)}</span></h1>"
     error = f"<p class='error'>{escape(str(run.summary['error']))}</p>" if run.summary.get("error") else ""
+    if stopped := run.summary.get("stop/reason"):
+        totals.append(f"stopped early: {stopped}")
     return f"{title}<p class='sub'>{escape(' · '.join(totals))}<br><code>{escape(str(run.folder))}</code></p>{error}"
 
 

@@ -50,6 +50,7 @@ class Summary:
         self._error: str | None = None
         self.facts: dict[str, str | int | float] = {}  # such as the checkpoint that it evaluated, or what it kept
         self.values: dict[str, float | int] = {"steps": 0}
+        self.accuracies: dict[int, float] = {}  # of the evaluations, by step
 
     def add(self, step: int, metrics: Mapping[str, float | None]) -> None:
         """Add metrics of a step. The metrics of one step may come in several calls."""
@@ -58,6 +59,7 @@ class Summary:
 
         accuracy = metrics.get("eval/accuracy")
         if accuracy is not None:
+            self.accuracies[step] = accuracy
             self.values["eval/evaluations"] = self.values.get("eval/evaluations", 0) + 1
             self.values.setdefault("eval/accuracy_first", accuracy)
             self.values["eval/accuracy_last"] = accuracy
@@ -84,6 +86,7 @@ class Summary:
     def reset(self) -> None:
         """Remove all steps. A resumed run then adds the rows that remain in `metrics.jsonl`."""
         self.values = {"steps": 0}
+        self.accuracies = {}
 
     @property
     def seconds(self) -> float:
