@@ -32,24 +32,14 @@ __all__ = [
     "VersionSpan",
 ]
 
-_MODULES = {
-    "app.environment.protocol": (
-        "EpisodeOver",
-        "OutOfTime",
-        "OutOfTokens",
-        "OutOfTurns",
-        "Policy",
-        "Reply",
-        "Task",
-        "ToolCall",
-    ),
+_MODULES = {  # of the others: app.environment.protocol
     "app.errors": ("ConfigError", "Interrupted", "RunError"),
     "app.types": ("Completion", "FinishReason", "Prompt", "Trajectory", "Turn", "VersionSpan"),
 }
 
 
 def __getattr__(name: str) -> Any:
-    for module, names in _MODULES.items():
-        if name in names:
-            return getattr(importlib.import_module(module), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = next((module for module, names in _MODULES.items() if name in names), "app.environment.protocol")
+    return getattr(importlib.import_module(module), name)

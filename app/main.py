@@ -24,7 +24,7 @@ from omegaconf import DictConfig, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from app.config import compose
-from app.config.arguments import check_arguments, named_values
+from app.config.arguments import check_arguments
 from app.config.command_line import command, override, versions
 from app.config.own_data import with_preset
 from app.errors import FAILED_EXIT, ConfigError, Interrupted, RunError, echo, exit_code, expect
@@ -167,10 +167,6 @@ def report(error: Exception) -> int:
 
 def cli() -> None:
     """Entry point of `python -m app` and of the console script."""
-    if "-sc" in sys.argv and (completions := named_values(os.environ.get("COMP_LINE", ""))):
-        sys.stdout.write("\n".join(completions) + "\n")
-        return
-
     if isinstance(sys.stdout, io.TextIOWrapper):  # in a locale without "→" that character becomes "?", not an error
         sys.stdout.reconfigure(errors="replace")
     os.environ.setdefault(FULL_ERROR, "1")  # Hydra then raises composition errors instead of printing them

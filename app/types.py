@@ -92,11 +92,7 @@ class Ending(Enum):
 
 @dataclass(frozen=True, slots=True)
 class GroupRequest:
-    """A request for `group_size` completions of one prompt; of an episode's turn, for one.
-
-    With `scored_tokens` nothing is sampled: the one completion is the last of these tokens, with their
-    log-probabilities at temperature 1.
-    """
+    """A request for `group_size` completions of one prompt; of an episode's turn, for one."""
 
     prompt_id: str
     token_ids: np.ndarray  # [P] int32
@@ -104,7 +100,6 @@ class GroupRequest:
     sampling: Sampling
     version: int  # policy version synced last when the request was made
     turn: str = ""  # of an episode: tells apart the requests of one prompt that are in flight together
-    scored_tokens: int = 0
 
     @property
     def name(self) -> str:

@@ -20,7 +20,6 @@ RAY: tuple[str, ...] = (  # with a test that uses the fixture `ray_session`, whi
     "rollout/test_remote.py",
     "rollout/test_shared_prompts.py",
     "teacher/test_own_engine.py",
-    "teacher/test_self_teacher.py",
     "trainer/test_start.py",
     "weight_sync/adapters/",
     "weight_sync/test_collective.py",

@@ -12,7 +12,7 @@ from app.environment.protocol import Task
 from app.environment.wire import Answer, End, Limits, SampleRequest
 from app.environment.worker.calls import Calls
 from app.environment.worker.episode import Episode, Framing
-from app.worker.job import Job
+from app.worker.remote import Job
 from app.worker.wire import Begin, Close, Closed, Failed
 
 OBSERVATION = [7, 8]

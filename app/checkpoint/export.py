@@ -29,8 +29,7 @@ from app.data.records import is_remote
 from app.errors import RunError
 from app.model.hf_directory import identity, is_path, locate
 from app.protocols import Trainer
-from app.tracking.run_folder import metrics_file, read_config
-from app.tracking.run_folder.summary import EVALUATED
+from app.tracking.run_folder import read_config
 from app.utils import files
 from app.utils.tasks import in_thread
 
@@ -160,25 +159,7 @@ def model_card(run: Path, source: Path, step: int, *, adapter: bool = False) -> 
         tags=[algorithm, *([] if imitated else ["reinforcement-learning"]), *(["lora"] if adapter else [])],
         **dict(LICENSE.findall(base_card.partition("\n---")[0])),
     )
-    shown = ["algorithm.name", "algorithm.prompts_per_step", "algorithm.group_size", "data.name", "trainer.lr"]
-    shown += ["model.lora.rank", "model.lora.alpha"] if config.get("model.lora.rank") else []
-    shown += [key for key in config if key.startswith(("reward.components", "reward._target_")) and config[key]]
-    settings = {f"`{key}`": config[key] for key in shown if key in config}
-    facts = {"base model": base_name, "steps": step, **settings, **_evaluations(run, step)}
-    facts["trained with"] = f"{DISTRIBUTION} {version(DISTRIBUTION)}"
-
     name = f"{base_name.rpartition('/')[2]}-{algorithm}"
     load = (LOAD_ADAPTER if adapter else LOAD).format(base=base_name, name=name)
-    rows = "\n".join(f"| {key} | {value} |" for key, value in facts.items())
-    return f"---\n{front.to_yaml()}\n---\n\n# {name}\n\n| | |\n|---|---|\n{rows}\n\n```python\n{load}\n```\n"
-
-
-def _evaluations(run: Path, step: int) -> dict[str, str]:
-    """The first and the last evaluation up to the step."""
-    rows = metrics_file.read(run / metrics_file.NAME)
-    found = [row for row in rows if row["step"] <= step and row.get("eval/accuracy") is not None]
-    facts = {}
-    for when, row in zip(("first", "last"), found[:1] + found[1:][-1:], strict=False):
-        prompts = sum(value for name, value in row.items() if EVALUATED.fullmatch(name) and value)
-        facts[f"{when} evaluation"] = f"{row['eval/accuracy']:.1%} after step {row['step']} (n = {prompts:,.0f})"
-    return facts
+    trained = f"{base_name} after {step} steps of {algorithm}, by {DISTRIBUTION} {version(DISTRIBUTION)}."
+    return f"---\n{front.to_yaml()}\n---\n\n# {name}\n\n{trained}\n\n```python\n{load}\n```\n"

@@ -1,11 +1,10 @@
-"""Checks arguments that Hydra would reject with its usage or grammar, and completes the names of values."""
+"""Checks arguments that Hydra would reject with its usage or grammar."""
 
 import re
 import shlex
 from argparse import Action
 from collections import deque
 from collections.abc import Sequence
-from enum import Enum
 
 from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -65,22 +64,6 @@ def _with_value(option: Action, word: str, value: str, words: deque[str]) -> lis
     good = (value in choices or not choices) if value else optional and (option.nargs == "?" or not choices)
     expect(good, word, "", f"one of {', '.join(choices)}" if choices else "a value")
     return [option.option_strings[0], *filter(None, [value])]
-
-
-def named_values(line: str) -> list[str]:
-    """Return the completions of the last word of a command line that sets a setting with named values.
-
-    Hydra's own completion offers `mode=Mode.train`.
-
-    >>> named_values("posttrain steps=3 mode=e")
-    ['mode=eval', 'mode=export']
-    """
-    word = line.rpartition(" ")[2]
-    key, equals, _ = word.partition("=")
-    default = next((each.default for each in settings(RunConfig) if each.key == key), None)
-    if not equals or not isinstance(default, Enum):
-        return []
-    return [choice for name in type(default).__members__ if (choice := f"{key}={name}").startswith(word)]
 
 
 def _instead(word: str, following: str) -> str:

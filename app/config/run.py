@@ -192,8 +192,8 @@ class RunConfig:
         expect(not self.environment.multi_turn, "environment", self.environment.choice, "single_turn with mode=sft")
         expect(imitated is None, "data.demonstrations", imitated, "null with mode=sft, which imitates data.path")
         expect(weight == 1, "algorithm.ce_coefficient", weight, "1 with mode=sft, whose loss has no other component")
-        for key, value in self.teacher.given_by.items():
-            expect(False, key, value, "null with mode=sft, which samples nothing")
+        for key, value in (("teacher.path", self.teacher.path), ("teacher.urls", self.teacher.urls or None)):
+            expect(value is None, key, value, "null with mode=sft, which samples nothing")
         kl = self.algorithm.kl
         expect(not self.algorithm.needs_reference, "algorithm.kl", kl, "none with mode=sft, which samples nothing")
 
@@ -213,9 +213,6 @@ class RunConfig:
     def _validate_tasks(self) -> None:
         data, choice, turns = self.data, self.environment.choice, self.environment.multi_turn
         expect(data.tools is None or not turns, "data.tools", data.tools, f"null with {choice}, which names the tools")
-        prompt = self.teacher.prompt
-        accepted = f"null with {choice}: its episodes have no answer"
-        expect(prompt is None or not turns, "teacher.prompt", prompt, accepted)
 
         lists = self.environment.kind is EnvironmentKind.verifiers  # the tasks of the run
         accepted = f"{'environment' if lists else 'that of other rows'} with {choice}"

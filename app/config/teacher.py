@@ -34,11 +34,6 @@ class TeacherConfig:
         "those of each by the data source that it scores; POSTTRAIN_TEACHER_KEY is their key, null is no teacher.",
         noun=f"null, {ADDRESSES}, or {{source: such a list, …}}",
     )
-    prompt: str | None = setting(
-        None,
-        "Self-distillation: a question with {answer} in it, as a rule after {question}; asked this, the run's own "
-        "engines score what the policy answered to the question alone.",
-    )
     coefficient: float = setting(
         1.0, "Weight of the reverse KL: it times log policy - log teacher is taken off a token's advantage.", above=0
     )
@@ -52,13 +47,7 @@ class TeacherConfig:
 
     @property
     def given(self) -> bool:
-        return bool(self.given_by)
-
-    @property
-    def given_by(self) -> dict[str, Any]:
-        """The settings that give a teacher, by key: at most one is accepted."""
-        settings = {"teacher.path": self.path, "teacher.prompt": self.prompt, "teacher.urls": self.urls or None}
-        return {key: value for key, value in settings.items() if value is not None}
+        return self.path is not None or bool(self.urls)
 
     @property
     def servers(self) -> dict[str, list[str]]:
@@ -74,9 +63,7 @@ class TeacherConfig:
         return ModelConfig(name="teacher", path=self.path, trust_remote_code=policy.trust_remote_code)
 
     def validate(self, temperature: float, sources: Collection[str], policy: ModelConfig, device: DeviceKind) -> None:
-        first, *others = self.given_by or [""]
-        for key in others:
-            expect(False, key, self.given_by[key], f"null with {first}")
+        expect(self.path is None or not self.urls, "teacher.urls", self.urls, "null with teacher.path")
         if (model := self.model(policy)) is not None:
             with named("teacher.path"):
                 model.validate()
@@ -93,7 +80,5 @@ class TeacherConfig:
             accepted = f"a teacher for each data source and for no other: {', '.join(sources)}"
             expect(set(self.servers) == set(sources), "teacher.urls", list(self.servers), accepted)
 
-        accepted = "a text that holds {answer}, such as '{question} The answer is {answer}.'"
-        expect(self.prompt is None or "{answer}" in self.prompt, "teacher.prompt", self.prompt, accepted)
         accepted = "1 with a teacher: servers score given tokens at temperature 1"
         expect(not self.given or temperature == 1, "rollout.temperature", temperature, accepted)

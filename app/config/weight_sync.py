@@ -2,10 +2,9 @@
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
 
 from app.config.device import DeviceKind
-from app.config.setting import PATH, SECONDS, check_target, setting
+from app.config.setting import SECONDS, setting
 from app.errors import expect
 
 
@@ -56,10 +55,6 @@ class WeightSyncConfig:
         "collective broadcasts over a process group of trainer rank 0 and every engine rank; ipc, auto where trainer "
         "and engines share devices, passes tensor handles. Adapters: shared memory, or HTTP between machines.",
     )
-    _target_: str | None = setting(
-        None, "Your own transport, a class as `Transport` in app/weight_sync/transport/base.py.", noun=PATH
-    )
-    args: dict[str, Any] = setting({}, "Keyword arguments of weight_sync._target_.")
     mode: SyncMode = setting(
         SyncMode.full, "delta sends only the weights that changed since the last sync, where that is smaller."
     )
@@ -84,14 +79,12 @@ class WeightSyncConfig:
     def validate_for_adapters(self) -> None:
         why = "with model.lora.rank above 0, where a sync sends the adapters alone"
         expect(self.transport is TransportKind.auto, "weight_sync.transport", self.transport, f"auto {why}")
-        expect(self._target_ is None, "weight_sync._target_", self._target_, f"null {why}")
         expect(self.mode is SyncMode.full, "weight_sync.mode", self.mode, f"full {why}")
         compares = "never with model.lora.rank above 0: mode=parity compares adapters"
         expect(self.verify is Verify.never, "weight_sync.verify", self.verify, compares)
 
     def validate(self, *, dtype_bytes: int, starts_engines: bool, engines_keep_weights: bool) -> None:
-        """Raise `ConfigError` for a malformed target, and where the engines cannot apply deltas to their weights."""
-        check_target("weight_sync", self._target_, self.args)
+        """Raise `ConfigError` where the engines cannot apply deltas to their weights."""
         full = self.mode is SyncMode.full
         for possible, accepted in (
             (dtype_bytes == 2, "full with device.dtype=float32, where a step changes nearly every weight"),

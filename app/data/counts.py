@@ -13,12 +13,11 @@ from app.types import Prompt
 
 @dataclass(frozen=True, slots=True)
 class RowCounts:
-    """Rows by set, after everything that was skipped, dropped or held out."""
+    """Rows by set, after everything that was dropped or held out."""
 
     train: Mapping[str, int]  # by source
     evals: Mapping[str, int]  # by evaluation set
     held_out: Sequence[str]  # names of the evaluation sets that are held-out training rows
-    broken: int  # skipped
     weights: Mapping[str, float]  # by training set; empty: there is one
 
     @classmethod
@@ -31,7 +30,7 @@ class RowCounts:
     ) -> "RowCounts":
         """Count the rows, or the prompts made of them, that were loaded."""
         by_set = {name: len(each) for name, each in evals.items()}
-        return cls(Counter(each.source for each in train), by_set, loaded.held_out, loaded.broken, weights)
+        return cls(Counter(each.source for each in train), by_set, loaded.held_out, weights)
 
     @property
     def total(self) -> int:
@@ -41,7 +40,7 @@ class RowCounts:
     def text(self) -> str:
         """One line.
 
-        >>> RowCounts({"mine": 47}, {"eval": 3}, ["eval"], 0, {}).text
+        >>> RowCounts({"mine": 47}, {"eval": 3}, ["eval"], {}).text
         '47 training rows, 3 held-out rows'
         """
         mixed = "; ".join(f"{name} {self.train[name]:,} at weight {weight:g}" for name, weight in self.weights.items())
@@ -50,8 +49,6 @@ class RowCounts:
             is_held_out = name in self.held_out
             named = f" in evaluation set {name}" if len(self.evals) > 1 or not is_held_out else ""
             parts.append(_rows(size, "held-out row" if is_held_out else "row") + named)
-        if self.broken:
-            parts.append(_rows(self.broken, "broken row") + " skipped")
         return ", ".join(parts)
 
     @property
@@ -60,23 +57,7 @@ class RowCounts:
         return {
             "data/training_rows": sum(self.train.values()),
             "data/evaluation_rows": sum(self.evals.values()),
-            "data/broken_rows": self.broken,
         }
-
-    def repeated(self, prompts_per_step: int) -> list[str]:
-        """Warnings about sets that have fewer rows than one step takes of them."""
-        shares = self.weights or dict.fromkeys(self.train, 1.0)
-        total = sum(shares.values())
-        warnings = []
-        for name, size in self.train.items():
-            taken = math.floor(prompts_per_step * shares[name] / total)
-            if taken <= size:
-                continue
-
-            exceeded = f"takes {taken} of data.train_sets.{name}, which has" if self.weights else "exceeds the"
-            per_step = f"algorithm.prompts_per_step={prompts_per_step}"
-            warnings.append(f"{per_step} {exceeded} {size} training rows: each step repeats some")
-        return warnings
 
 
 def describe_rows(config: DataConfig, loaded: DataRows | None, prompts_per_step: int, steps: int) -> list[str]:
@@ -87,8 +68,7 @@ def describe_rows(config: DataConfig, loaded: DataRows | None, prompts_per_step:
     counts = RowCounts.of(loaded.train, loaded.evals, loaded, config.weights)
     epochs = steps * prompts_per_step / sum(counts.train.values())
     described = "1 step is" if steps == 1 else f"{steps} steps are"
-    warnings = [f"  {each}" for each in (*loaded.warnings, *counts.repeated(prompts_per_step))]
-    return [f"Data: {counts.text}; {described} {epochs:.3g} epochs", *warnings]
+    return [f"Data: {counts.text}; {described} {epochs:.3g} epochs", *(f"  {each}" for each in loaded.warnings)]
 
 
 def steps_of_epochs(epochs: float, rows: int, prompts_per_step: int) -> int:

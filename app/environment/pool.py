@@ -10,9 +10,8 @@ from app.environment.protocol import Task
 from app.environment.wire import CODEC, Limits, RendererChoice
 from app.errors import ConfigError
 from app.utils.user_code import LoadError
-from app.worker.job import Job
 from app.worker.pool import WorkerPool
-from app.worker.remote import WorkerSpec
+from app.worker.remote import Job, WorkerSpec
 
 START_TIMEOUT_S = 120.0  # includes the imports of the environment
 

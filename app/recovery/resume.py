@@ -117,7 +117,7 @@ def resume_evaluation(settings: DictConfig, folder: Path) -> Resumption:
     run, checkpoint = locate(str(settings.resume))
     checkpoint = checkpoint or latest(run)
     expect(checkpoint is not None, "resume", settings.resume, f"a run with checkpoints; {list_checkpoints(run)}")
-    merged, notes = take_over(settings, load(run, trains=False), run, EVALUABLE)
+    merged, notes = take_over(settings, load(run), run, EVALUABLE)
     merged.resume = str(checkpoint)
     return Resumption(merged, folder, checkpoint, notes)
 

@@ -1,18 +1,14 @@
 """The saved configuration of a run: written with absolute paths, read, and taken over by a command that resumes it.
 
-Numbers and flags that refer to the environment are saved resolved. A text may be a secret: its reference is saved, and
-a salted digest of its value, which a resume compares.
+Numbers and flags that refer to the environment are saved resolved. A text may be a secret: its reference is saved.
 """
 
 import glob
-import json
 import os
 import re
-import secrets
 from collections.abc import Collection, Mapping
 from copy import deepcopy
 from enum import Enum
-from hashlib import scrypt
 from pathlib import Path
 from typing import Any
 
@@ -28,43 +24,25 @@ from app.tracking.run_folder import CONFIG, flatten
 from app.utils.files import replace_file
 
 SAVED = Path(CONFIG) / "config.yaml"
-DIGESTS = Path(CONFIG) / "environment.json"  # by setting: salt and digest
 PATHS = ("path", "eval_path", "demonstrations", "chat_template")  # settings of files
 REFERENCE = "${oc.env:"
 ALWAYS = ("hydra", "mode", "resume")  # never taken from the saved configuration
-# Settings of earlier versions with their defaults: those that changed what is learned, and the names of the others that
-# are not null.
-POLICY = {
-    "algorithm.tis_max": 2.0, "algorithm.icepop_low": 0.5, "algorithm.icepop_high": 5.0,
-    "algorithm.kpop_threshold": 0.1, "algorithm.sequence_mask_low": 0.99, "algorithm.sequence_mask_high": 1.001,
-    "algorithm.sapo_tau_positive": 1.0, "algorithm.sapo_tau_negative": 1.05,
-    "trainer.beta1": 0.9, "trainer.beta2": 0.98, "trainer.max_skipped_updates": 3,
-}  # fmt: skip
-OTHERS = {
-    "generator": "arithmetic", "max_operand": 50, "chain": {"problems": 2000, "eval_problems": 200}, "split": "train",
-    "max_prompt_retries": 2, "max_requests": 64, "retries": 5,
-}  # fmt: skip
 TEACHERS = ("teacher.urls",)  # they may move, but their term of the loss may not come or go
 
 
 def save(settings: DictConfig, folder: Path) -> None:
-    """Write the settings of the run in `folder`. The configuration is last: a folder without it holds no run."""
+    """Write the settings of the run in `folder`: a folder without them holds no run."""
     raw, resolved = (OmegaConf.to_container(settings, resolve=each, enum_to_str=True) for each in (False, True))
-    values, texts = flatten(resolved), flatten(raw)
-    referring = [key for key, text in texts.items() if _refers(text, texts) and not _is_number(values.get(key))]
-    digests = {key: _digest(values.get(key), secrets.token_hex(16)) for key in referring}
-
-    replace_file(folder / DIGESTS, json.dumps(digests, indent=1))
-    replace_file(folder / SAVED, OmegaConf.to_yaml(absolute_paths(_with_references(raw, resolved, texts))))
+    replace_file(folder / SAVED, OmegaConf.to_yaml(absolute_paths(_with_references(raw, resolved, flatten(raw)))))
 
 
-def load(folder: Path, *, trains: bool = True) -> DictConfig:
-    """Load the settings of a run. Those that an earlier version had are left out, and named unless at their default.
+def load(folder: Path) -> DictConfig:
+    """Load the settings of a run. Those that only an earlier version had are left out, and named unless empty.
 
-    Raises `ConfigError` if one of these changed what a run learned that `trains` on, or the others do not fit.
+    Raises `ConfigError` if the others do not fit.
     """
     settings: Any = OmegaConf.to_container(OmegaConf.load(folder / SAVED), resolve=False)
-    gone: list[str] = []
+    gone: dict[str, Any] = {}
     trainer = settings.get("trainer") or {}
     if trainer.get("activation_checkpointing") == "some":  # of an earlier version; gradients are the same
         trainer["activation_checkpointing"] = "auto"
@@ -79,21 +57,9 @@ def load(folder: Path, *, trains: bool = True) -> DictConfig:
                 why = f"{SAVED} is not a configuration of this version: {config_error(error)}"
                 raise ConfigError("resume", folder, reason=why) from error
         section, name = place
-        value = section.pop(name)
-        default = POLICY.get(key, OTHERS.get(name))
-        if value == default or (key not in POLICY and not value):
-            continue
-        of, _, bound = name.rpartition("_")
-        if key in POLICY and of == str(section.get("correction", "auto")).replace("auto", "tis"):
-            section["correction_low" if bound == "low" else "correction_high"] = value
-        elif trains and key in POLICY:
-            raise ConfigError(key, value, reason=f"the run in {folder} has it, and this version has only {default}")
-        else:
-            gone.append(f"{key}={yaml_text(value)}")
-    if saved.reward._target_ is None and "code" in saved.reward.components and "sandbox" in saved.reward.args:
-        gone.append(f"reward.args.sandbox={saved.reward.args.pop('sandbox')}")  # of an open mapping
-    if gone:
-        echo(f"the run in {folder} was saved by an earlier version, whose settings {', '.join(gone)} are left out")
+        gone |= flatten({key: section.pop(name)})
+    if named := [f"{key}={yaml_text(value)}" for key, value in gone.items() if value]:
+        echo(f"the run in {folder} was saved by an earlier version, whose settings {', '.join(named)} are left out")
     assert isinstance(saved, DictConfig)
     return saved
 
@@ -110,7 +76,6 @@ def take_over(
     settings: DictConfig, saved: DictConfig, folder: Path, changeable: Collection[str]
 ) -> tuple[DictConfig, tuple[str, ...]]:
     """Return the saved settings with this command's overrides, and their changes; `ConfigError` for what must stay."""
-    _require_same_environment(saved, folder, changeable)
     given = [key for key in names_of(settings.hydra.overrides.task) if not _is_in(key, ALWAYS)]
     sections = [str(key) for key in saved if key not in ALWAYS]
     # The presets of a group without a section (`experiment`) may set anything. A data preset selects its reward.
@@ -163,17 +128,6 @@ def _leaves(settings: DictConfig) -> Mapping[str, str]:
     complete = OmegaConf.merge(OmegaConf.structured(RunConfig), OmegaConf.to_container(known))
     values = flatten(absolute_paths(_resolved(complete)))
     return {key: yaml_text(value) for key, value in values.items() if value != {} and key not in ALWAYS}
-
-
-def _require_same_environment(saved: DictConfig, folder: Path, changeable: Collection[str]) -> None:
-    """Raise `ConfigError` if a setting outside of `changeable` refers to another text than when the run was saved."""
-    file = folder / DIGESTS
-    digests: dict[str, str] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    values, texts = flatten(_resolved(saved)), flatten(saved)
-    for key in (key for key in digests if key in texts and not _is_in(key, changeable)):
-        if _digest(values.get(key), digests[key].partition(":")[0]) != digests[key]:
-            accepted = f"the value that the environment had when the run in {folder} was saved"
-            raise ConfigError(key, texts[key], accepted, "its variable has another one now, or none")
 
 
 def _node(settings: DictConfig, key: str) -> Node | None:
@@ -233,8 +187,3 @@ def _with_references(raw: Any, resolved: Any, texts: Mapping[str, Any]) -> Any:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float)
-
-
-def _digest(value: Any, salt: str) -> str:
-    text = json.dumps(value, default=str).encode()
-    return f"{salt}:{scrypt(text, salt=salt.encode(), n=2**14, r=8, p=1, dklen=16).hex()}"

@@ -6,7 +6,6 @@ on all of them would fail on everything, and is refused. One that does not prefe
 
 import asyncio
 import math
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import fmean
@@ -25,10 +24,9 @@ from app.utils.user_code import LoadError
 from app.worker.remote import NO_LOG
 
 MAX_PROMPTS = 3
-MAX_COMPONENT_SECONDS = 10.0  # of trying one component: no further prompt after that
 CALL_TIMEOUT_S = 20.0  # for one call, even if `reward.timeout_s` allows more
 SCORING = "a reward that returns one finite number per trajectory, or reward.tryout=false, which skips this try"
-SLOW_SECONDS = 5.0  # for the two completions of a prompt: longer is a warning
+SLOW_SECONDS = 5.0  # of a call: then a line says what is waited for
 BUILT_IN_SCORES = {"exact": [1.0, 0.0], "math": [1.0, 0.0], "format": [0.0, 0.0]}  # of an answer and an empty text
 
 Tokenize = Callable[[str], Sequence[int]]
@@ -37,19 +35,28 @@ Tokenize = Callable[[str], Sequence[int]]
 def try_rewards(config: RewardConfig, prompts: Sequence[Prompt], tokenize: Tokenize) -> list[str]:
     """Load every custom reward and, with `reward.tryout`, try it on made-up completions.
 
-    Returns warnings about rewards that fail on some of them, are slow, or do not prefer the answer. Raises
-    `ConfigError` if a reward cannot be loaded, fails on everything, or takes longer than it may.
+    Returns warnings about rewards that fail on some of them, or do not prefer the answer. Raises `ConfigError` if a
+    reward cannot be loaded, fails on everything, or takes longer than it may.
     """
     warnings: list[str] = []
-    scores = {name: values for name, values in BUILT_IN_SCORES.items() if name in config.terms()}
+    terms = config.terms()
+    scores = {name: values for name, values in BUILT_IN_SCORES.items() if name in terms}
     tried = prompts[:MAX_PROMPTS] if config.tryout else []
     for component in components_of(config):
-        if component.key is not None:
-            values, slowest_s = run_blocking(_try_component(component, tried, tokenize, config.timeout_s))
-            warnings += _warnings(component, values, slowest_s)
-            scores[component.name] = [_number(value) for value in values]
+        if component.key is None:
+            continue
+        values = run_blocking(_try_component(component, tried, tokenize, min(config.timeout_s, CALL_TIMEOUT_S)))
+        failures = [value for value in values if isinstance(value, Failure)]
+        if failures and len(failures) == len(values):
+            what = f"each of {len(values)} made-up completions ended as {failures[0]}"
+            raise not_accepted(component, what, SCORING)
+        if failures:
+            warnings.append(
+                f"reward component {component.name} failed on {len(failures)} of {len(values)} made-up completions "
+                f"(answers and empty texts): {failures[0]}. Where that happens in the run, the trajectory scores 0."
+            )
+        scores[component.name] = [_number(value) for value in values]
 
-    terms = config.terms()
     if tried and all(prompt.answer for prompt in tried) and all(scores.get(name) for name in terms):
         right, empty = (
             math.fsum(term.weight * fmean(scores[name][first::2]) for name, term in terms.items()) for first in (0, 1)
@@ -69,80 +76,41 @@ def _number(value: Value) -> float:
     return value.score if isinstance(value, LoggedScore) else value or 0.0
 
 
-def made_up(prompt: Prompt, text: str, tokenize: Tokenize) -> Trajectory:
-    """Return a trajectory with this completion, which has at least one token."""
-    token_ids = np.asarray([*tokenize(text)] or [0], np.int32)
-    spans = (VersionSpan(0, 0, len(token_ids)),)
-    logprobs = np.zeros(len(token_ids), np.float32)
-    return Trajectory(prompt, Completion(token_ids, logprobs, FinishReason.stop, spans, text), text)
-
-
 async def _try_component(
     component: RewardComponent, prompts: Sequence[Prompt], tokenize: Tokenize, timeout_s: float
-) -> tuple[list[Value], float]:
-    """Score two made-up completions of each prompt. Returns the values, and the seconds of the slowest prompt."""
+) -> list[Value]:
+    """Score two made-up completions of each prompt, alone where the call for both fails."""
     values: list[Value] = []
-    slowest_s = 0.0
     pool = RewardPool(component, workers=1, timeout_s=timeout_s, log=NO_LOG, warn=lambda _: None)
+    slow = f"trying reward component {component.name}: no result after {SLOW_SECONDS:g} s; it has {timeout_s:g} s"
+
+    async def score(group: list[Trajectory]) -> list[Value]:
+        outcome = await pool.call(group, timeout_s, SLOW_SECONDS, partial(echo, slow))
+        if not isinstance(outcome, Failure):
+            return outcome
+        if outcome.kind is FailureKind.timeout:
+            what = f"no result for {len(group)} completions within {timeout_s:g} s (reward.timeout_s)"
+            raise not_accepted(component, what, SCORING)
+        return [outcome] if len(group) == 1 else [value for each in group for value in await score([each])]
+
     try:
         await pool.start_workers()
-        begin = time.monotonic()
         for prompt in prompts:
-            call_begin = time.monotonic()
-            values += await _score(pool, [made_up(prompt, text, tokenize) for text in (prompt.answer, "")], timeout_s)
-
-            slowest_s = max(slowest_s, time.monotonic() - call_begin)
-            if time.monotonic() - begin > MAX_COMPONENT_SECONDS:
-                break
+            values += await score([_made_up(prompt, text, tokenize) for text in (prompt.answer, "")])
     except (LoadError, OSError, RunError) as error:
         raise not_accepted(component, str(error)) from error
     finally:
         pool.close()
         await asyncio.sleep(0)  # closes its pipe
-    return values, slowest_s
-
-
-async def _score(pool: RewardPool, group: list[Trajectory], timeout_s: float) -> list[Value]:
-    """Score one group, its members alone if that fails. The first deadline that passes ends the tryout."""
-    component = pool.component
-    call_timeout_s = min(timeout_s, CALL_TIMEOUT_S)
-
-    slow = f"trying reward component {component.name}: no result after {SLOW_SECONDS:g} s; it has {call_timeout_s:g} s"
-    report_slow = partial(echo, slow)
-
-    outcome = await pool.call(group, call_timeout_s, SLOW_SECONDS, report_slow)
-    if not isinstance(outcome, Failure):
-        return outcome
-    if outcome.kind is FailureKind.timeout:
-        what = f"no result for {len(group)} completions within {call_timeout_s:g} s (reward.timeout_s={timeout_s:g})"
-        raise not_accepted(component, what, SCORING)
-
-    values: list[Value] = []
-    for trajectory in group:
-        single = await pool.call([trajectory], call_timeout_s, SLOW_SECONDS, report_slow)
-        values += [single] if isinstance(single, Failure) else single
     return values
 
 
-def _warnings(component: RewardComponent, values: list[Value], slowest_s: float) -> list[str]:
-    """Return warnings about some failures and about slowness. Raises `ConfigError` if everything failed."""
-    failures = [value for value in values if isinstance(value, Failure)]
-    if failures and len(failures) == len(values):
-        what = f"each of {len(values)} made-up completions ended as {failures[0]}"
-        raise not_accepted(component, what, SCORING)
-
-    warnings = []
-    if failures:
-        warnings.append(
-            f"reward component {component.name} failed on {len(failures)} of {len(values)} made-up completions "
-            f"(answers and empty texts): {failures[0]}. Where that happens in the run, the trajectory scores 0."
-        )
-    if slowest_s > SLOW_SECONDS:
-        warnings.append(
-            f"reward component {component.name} took {slowest_s:.0f} s for the two completions of a prompt; "
-            "reward.workers processes score as many groups at a time."
-        )
-    return warnings
+def _made_up(prompt: Prompt, text: str, tokenize: Tokenize) -> Trajectory:
+    """Return a trajectory with this completion, which has at least one token."""
+    token_ids = np.asarray([*tokenize(text)] or [0], np.int32)
+    spans = (VersionSpan(0, 0, len(token_ids)),)
+    logprobs = np.zeros(len(token_ids), np.float32)
+    return Trajectory(prompt, Completion(token_ids, logprobs, FinishReason.stop, spans, text), text)
 
 
 def tokenizer_of(tokenizer: Any) -> Tokenize:

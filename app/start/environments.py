@@ -2,10 +2,8 @@
 
 import asyncio
 import json
-import re
 import tempfile
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
@@ -94,33 +92,21 @@ def require_environment(config: RunConfig, model_path: Path) -> Sequence[Mapping
     """
 
     async def start() -> Sequence[Mapping[str, Any]]:
-        async with tried_pool(config, model_path) as pool:
-            rows: Sequence[Mapping[str, Any]] = pool.info["rows"] if config.data.from_environment else ()
-            return rows
-
-    return run_blocking(start())
-
-
-@asynccontextmanager
-async def tried_pool(config: RunConfig, model_path: Path) -> AsyncIterator[EnvironmentPool]:
-    """Yield a pool of one worker, without a log that stays. Raises `ConfigError` if it cannot load the environment."""
-    with tempfile.TemporaryDirectory(prefix="environment-") as folder:
-        log = Path(folder) / LOG
         spec = worker_spec(config, model_path, tried=True)
         pool = EnvironmentPool(spec, workers=1, episodes=1, log=log, warn=lambda _: None)
         try:
             await pool.start()
-            yield pool
+            rows: Sequence[Mapping[str, Any]] = pool.info["rows"] if config.data.from_environment else ()
+            return rows
         except RunError as error:
             written = log.read_text(errors="replace", encoding="utf-8").split("\n") if log.exists() else []
             last = next((line.strip().rstrip(".") for line in reversed(written) if line.strip()), "")
-            reason = without_log(str(error)).removesuffix(".")
+            reason = str(error).replace(f"; log: {log}", "").removesuffix(".")  # it is gone when this is read
             raise ConfigError("", "", reason=f"{reason}; its last line: {last}" if last else reason) from error
         finally:
             pool.close()
             await asyncio.sleep(0)  # closes its pipe
 
-
-def without_log(text: str) -> str:
-    """Return a sentence about a worker of `tried_pool` without the log, which is gone when it is read."""
-    return re.sub(rf"; log: \S+/{LOG}", "", text)
+    with tempfile.TemporaryDirectory(prefix="environment-") as folder:
+        log = Path(folder) / LOG
+        return run_blocking(start())

@@ -28,7 +28,7 @@ def _rules(run: RunConfig) -> list[tuple[bool, str, str]]:
     algorithm = run.algorithm
     correction = f"the correction is {run.correction.name}"
     colocate = run.placement.kind is PlacementKind.colocate
-    no_teacher = "there is no teacher: give teacher.path, teacher.urls or teacher.prompt"
+    no_teacher = "there is no teacher: give teacher.path or teacher.urls"
     return [
         (algorithm.ratio_is_one, RATIO, "with algorithm.updates_per_step=1 the ratio is 1"),
         (algorithm.objective not in CLIPS, CLIP, f"algorithm.objective={algorithm.objective} has no clip"),

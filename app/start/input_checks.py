@@ -37,9 +37,7 @@ from app.tracking.dashboards import require_trackers
 from app.tracking.number_format import plural
 from app.types import Prompt
 from app.utils.files import require_writable
-from app.utils.net import port_is_free
 from app.utils.units import size
-from app.utils.user_code import lacks, require
 
 CHECKPOINT_BYTES = 12  # per trained parameter: float32 master weight and Adam moments
 EXPORT_BYTES = 4  # per parameter, at most
@@ -47,7 +45,6 @@ NO_TOKENS = np.zeros(1, np.int32)
 PROMPT_CHARACTERS = 400  # shown of each end of a long prompt
 REFUSED = "correct the setting; mode=train ends with this sentence"
 WARNED = "a run warns of this, too"
-TRANSPORT = ("sender", "route", "connect", "request_body", "abort")  # of a `weight_sync.transport.base.Transport`
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,17 +111,6 @@ def disk(run: RunInputs) -> Iterator[Finding]:
     yield Finding("disk", f"{size(free)} free for {folder.absolute()}, the run may write {size(needed)}")
 
 
-def ports(run: RunInputs) -> None:
-    """Whether the ports of the engines are free on this machine."""
-    config = run.config
-    first, count = config.rollout.port, config.engines
-    if first is None or config.rollout.urls or config.cluster.address is not None:
-        return
-    for port in range(first, first + count):
-        accepted = f"the first of {count} free port(s), or null; port {port} is in use on this machine"
-        expect(port_is_free("127.0.0.1", port), "rollout.port", first, accepted)
-
-
 def data(run: RunInputs) -> Iterator[Finding]:
     """Whether the rows of local files can be read, and their messages rendered."""
     config = run.config
@@ -143,18 +129,14 @@ def data(run: RunInputs) -> Iterator[Finding]:
 
 
 def own_code(run: RunInputs) -> Iterator[Finding]:
-    """Whether a transport, trackers, objectives and advantages of the user's can be imported and used."""
+    """Whether trackers, objectives and advantages of the user's can be imported and used."""
     config = run.config
-    target = config.weight_sync._target_
-    if target is not None:
-        accepted = f"a class with {', '.join(TRANSPORT)}"
-        require("weight_sync._target_", target, accepted, lambda found: lacks(found, *TRANSPORT))
     require_trackers(config.tracking)
     if config.algorithm.own:
         from app.algorithm.custom_functions import require_own
 
         require_own(config.algorithm)
-    if own := [*([target] if target else []), *config.tracking.own, *config.algorithm.own]:
+    if own := [*config.tracking.own, *config.algorithm.own]:
         yield Finding("own code", f"{', '.join(own)} can be loaded")
 
 
@@ -214,8 +196,6 @@ def prompts(run: RunInputs) -> Iterator[Finding]:
     yield Finding("prompts", f"{len(made.train):,} to train on, {evaluated:,} to evaluate on")
 
     warnings = [] if rows.sets_of(config.data).are_local else [*made.warnings]  # of local rows `data` warns
-    if run.trains:
-        warnings += made.counts.repeated(config.algorithm.prompts_per_step)
     warnings += rendering_warnings(made.all, config.data, run.tokenizer)
     if made.dropped:
         limit = f"rollout.max_prompt_tokens={config.rollout.max_prompt_tokens}"
@@ -269,12 +249,6 @@ def teacher(run: RunInputs) -> Iterator[Finding]:
         return
     if run.moment is CheckStage.plan or not run.trains:
         return
-    if config.teacher.prompt is not None:
-        from app.teacher.self_teacher import require_self_teacher
-
-        require_self_teacher(run.prompts.train.prompts, config, run.tokenizer)
-        yield Finding("teacher", "the run's own engines, with the answer in the prompt")
-        return
     from app.teacher import require_teacher
 
     require_teacher(config.teacher, run.tokenizer)
@@ -311,7 +285,7 @@ def same_run(run: RunInputs) -> None:
 
 
 def environment(run: RunInputs) -> None:
-    """Whether a worker process can load the environment and its renderer. The doctor also plays an episode."""
+    """Whether a worker process can load the environment and its renderer."""
     if run.config.environment.multi_turn:
         _ = run.tasks
 

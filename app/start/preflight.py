@@ -30,7 +30,6 @@ CHECKS = (
     Check("sizes", checks.sizes, ALWAYS),
     Check("model", checks.model, ALWAYS),
     Check("disk", checks.disk, ON_THIS_MACHINE),
-    Check("ports", checks.ports, ON_THIS_MACHINE),
     Check("data", checks.data, ALWAYS),
     Check("own code", checks.own_code, ALWAYS),
     Check("devices", checks.devices, ON_THIS_MACHINE),
@@ -42,8 +41,8 @@ CHECKS = (
     Check("demonstrations", checks.demonstrations, ON_THIS_MACHINE, ("model", "data", "prompts")),
     Check("teacher", checks.teacher, ALWAYS, ("model",)),
     Check("checkpoint", checks.same_run, (CheckStage.start,)),
-    # and from here on processes try code of the user's; the doctor plays an episode instead
-    Check("environment", checks.environment, (CheckStage.plan, CheckStage.start), ("model",)),
+    # and from here on processes try code of the user's
+    Check("environment", checks.environment, ALWAYS, ("model",)),
     Check("code", checks.code, ALWAYS),
     Check("reward", checks.reward, ALWAYS),
 )

@@ -185,10 +185,6 @@ async def start_rollout_workers(
             scored_by = (await stack.enter_async_context(teacher_client)).score
 
         rollouter = Rollouter(pool, scorer, inputs.tokenizer, recorder.timeline, config.recovery, episodes, scored_by)
-        if config.teacher.prompt is not None and config.mode is not Mode.eval:
-            from app.teacher.self_teacher import SelfTeacher
-
-            rollouter.teacher = SelfTeacher(config, inputs.tokenizer, pool, rollouter.requests).score
         yield RolloutWorkers(config, inputs, device_placement, pool, supervisor, rollouter, recorder.status, teachers)
 
 

@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 from app.config.tracking import TRACKERS, TrackingConfig
 from app.errors import one_line
 from app.utils.files import replace_file
-from app.utils.user_code import error_text, lacks, require, resolve
+from app.utils.user_code import error_text, require, resolve
 
 log = logging.getLogger("app.run")
 
@@ -121,7 +121,7 @@ def require_trackers(config: TrackingConfig) -> None:
 
     def attempt(made: Any) -> str | None:
         inspect.signature(made).bind(None, **config.args)
-        return lacks(made, "log") if inspect.isclass(made) else None
+        return "it lacks log" if inspect.isclass(made) and not hasattr(made, "log") else None
 
     for path in config.own:
         require("tracking.use", path, "a class with a method log, called with a run and tracking.args", attempt)

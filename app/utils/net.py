@@ -29,15 +29,6 @@ def reserve_port(host: str, port: int = 0) -> socket.socket:
     return reserved
 
 
-def port_is_free(host: str, port: int) -> bool:
-    """Return whether a server could listen at this address of this machine."""
-    try:
-        reserve_port(host, port).close()
-    except OSError:
-        return False
-    return True
-
-
 def bracketed(host: str) -> str:
     """Return a host as it appears in a URL.
 

@@ -1,4 +1,4 @@
-"""Import and try a user's code: rewards, rows, objectives, environments, trackers and transports, by dotted paths."""
+"""Import and try a user's code: rewards, rows, objectives, environments and trackers, by dotted paths."""
 
 import importlib
 import os
@@ -79,12 +79,6 @@ def require(
     if problem is not None:
         raise ConfigError(key, path, accepted, problem)
     return found[0]
-
-
-def lacks(found: object, *names: str) -> str | None:
-    """Return a sentence on missing attributes; None if none is missing."""
-    missing = [name for name in names if not hasattr(found, name)]
-    return f"it lacks {', '.join(missing)}" if missing else None
 
 
 def error_text(error: BaseException) -> str:

@@ -30,7 +30,6 @@ from app.trainer.remote import RemoteTrainer
 from app.types import SYNC_PHASES, InFlight, SyncReport
 from app.utils.phase_timer import PhaseTimer
 from app.utils.units import MIB
-from app.utils.user_code import resolve
 from app.weight_sync.buckets import Bucket, ReadyBucket, plan_buckets
 from app.weight_sync.sender import Sender
 from app.weight_sync.transport.base import SENDER_EXTENSION, TRAINER_RANKS, Deadline, Transport, best_effort
@@ -262,9 +261,7 @@ def make_synchronizer(
         return AdapterSynchronizer(trainer, indexed, config.weight_sync, tensor_parallel, one_machine)
 
     kind = transport_of(config.weight_sync, shared_devices=config.shared_devices, device=device.kind)
-    target = config.weight_sync._target_
-    make: Callable[..., Transport] = TRANSPORTS[kind] if target is None else resolve(target)
-    transport = make(backend=device.collective, tensor_parallel=tensor_parallel, **config.weight_sync.args)
+    transport = TRANSPORTS[kind](backend=device.collective, tensor_parallel=tensor_parallel)
 
     verifier = Verifier(config.weight_sync.verify, folder / "verify")
     capacity = int((config.weight_sync.bucket_mib or device.bucket_mib) * MIB)

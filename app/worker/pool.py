@@ -17,8 +17,7 @@ from typing import Any
 
 from app.errors import RunError, one_line
 from app.utils.tasks import gather_or_raise, in_thread
-from app.worker.job import Job
-from app.worker.remote import RemoteWorker, State, WorkerDied, WorkerSpec
+from app.worker.remote import Job, RemoteWorker, State, WorkerDied, WorkerSpec
 
 CHECK_TIMEOUT_S = 0.5  # between two looks at the workers
 

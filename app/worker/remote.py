@@ -1,4 +1,4 @@
-"""The driver's proxy of one worker process: start it, begin jobs in it, and end it when it hangs or dies.
+"""The driver's proxy of one worker process and of its jobs: start it, begin jobs, end it when it hangs or dies.
 
 Invariants:
 - Nothing that a worker sends is unpickled, and a line that is no message ends the worker.
@@ -11,22 +11,35 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from app.errors import RunError
 from app.utils.user_code import LoadError
-from app.worker.job import Job
 from app.worker.process import WorkerProcess
-from app.worker.wire import Begin, Closed, Codec, Failed, Heartbeat, LineProtocol, Ready, Refused, Start, WireError
+from app.worker.wire import (
+    Begin,
+    Close,
+    Closed,
+    Codec,
+    Failed,
+    Heartbeat,
+    LineProtocol,
+    Ready,
+    Refused,
+    Request,
+    Start,
+    WireError,
+)
 
 SILENCE_TIMEOUT_S = 10.0  # beyond `step_timeout_s`, without a beat
 CLOSE_TIMEOUT_S = 5.0  # without a beat since a job was to close at once
 ABORT_TIMEOUT_S = 15.0  # beyond twice `step_timeout_s`: for a step to end, and for `close`
 READ_TIMEOUT_S = 5.0  # after its last beat, in which a worker may have read a message
 NO_LOG = Path(os.devnull)
+ABORTED = "it was aborted"
 
 
 class WorkerDied(RunError):
@@ -56,6 +69,76 @@ class State(Enum):
     ready = "ready"
     retiring = "retiring"  # takes no new jobs, since code of an earlier one still runs in it
     ended = "ended"
+
+
+@dataclass(eq=False)
+class Job:
+    """One job that runs in a worker.
+
+    Lifecycle: `next` until it returns the last message; `close` at any time.
+    """
+
+    number: int  # unique in its pool
+    _send: Callable[[Any], None]
+    _kill_worker: Callable[[str, str], None]  # kind of the failure, text
+    _on_end: Callable[["Job"], None]
+    sent_s: float = field(default_factory=time.monotonic)  # when the worker last got a message about this job
+    closing_s: float | None = None  # when it got the message to abort it
+    force: bool = False  # it was cancelled, and its worker is killed after a few seconds
+    failure: Failed | None = None  # None before its end, and if it ended well or was aborted
+    _messages: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
+    _requests: set[int] = field(default_factory=set)
+    _ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def waits(self) -> bool:
+        """Whether the job waits for an answer of the driver, so that none of its own code runs."""
+        return bool(self._requests)
+
+    @property
+    def ended(self) -> bool:
+        return self._ended.is_set()
+
+    async def next(self) -> Any:
+        """Return the next request or the final message: the result, or Failed (of kind `aborted` after an abort)."""
+        return await self._messages.get()
+
+    def reply(self, request: Request, message: Any) -> None:
+        """Send the answer to a request; without effect when the job has ended."""
+        self._requests.discard(request.number)
+        if not self.ended:
+            self.sent_s = time.monotonic()
+            self._send(message)
+
+    def kill(self, kind: str, text: str) -> None:
+        """Kill the worker, unless the job has ended; it ends as Failed of this kind."""
+        if not self.ended:
+            self._kill_worker(kind, text)
+
+    async def close(self, *, force: bool = False) -> None:
+        """Abort the job unless it has ended, and wait for that.
+
+        `force`: kill the worker after some seconds if the job's code runs in a thread or blocks the event loop.
+        """
+        if not self.ended and self.closing_s is None:
+            self.closing_s = time.monotonic()
+            self.force = force
+            self._send(Close(self.number, force))
+        await self._ended.wait()
+
+    def receive(self, message: Any) -> None:
+        if self.ended:
+            return
+        if isinstance(message, Request):
+            self._requests.add(message.number)
+            self._messages.put_nowait(message)
+            return
+
+        self.failure = message if isinstance(message, Failed) else None
+        self._ended.set()
+        aborted = Failed(self.number, "aborted", ABORTED)
+        self._messages.put_nowait(aborted if isinstance(message, Closed) else message)
+        self._on_end(self)
 
 
 class RemoteWorker:

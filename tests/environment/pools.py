@@ -16,7 +16,7 @@ import psutil
 from app.environment.pool import EnvironmentPool, EnvironmentSpec
 from app.environment.protocol import Task
 from app.environment.wire import Answer, End, Limits, RendererChoice, SampleRequest
-from app.worker.job import Job
+from app.worker.remote import Job
 from app.worker.wire import Failed
 from tests.environment.characters import text_of, tokens
 

@@ -13,7 +13,7 @@ import pytest
 
 from app.environment.pool import EnvironmentPool, EnvironmentSpec
 from app.environment.wire import Answer, End, SampleRequest
-from app.worker.job import Job
+from app.worker.remote import Job
 from app.worker.wire import Failed
 from tests.environment.characters import tokens
 from tests.environment.pools import PATIENCE_S, Maker, a_task, play, play_one, running_pool, script

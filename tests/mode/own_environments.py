@@ -29,8 +29,3 @@ class Unscored:
 
     def step(self, reply: Any) -> None:
         pass
-
-
-class Raises(Guess):
-    def step(self, reply: Any) -> str | None:
-        raise KeyError("board")

@@ -12,7 +12,7 @@ from app.device import device_of
 from app.device.cpu import DEVICE as CPU
 from app.mode import doctor
 from app.mode.doctor import device as doctor_device
-from app.mode.doctor import examine, reachable
+from app.mode.doctor import examine
 from app.mode.doctor import software as doctor_software
 from app.start.inputs import CheckStage, CheckStatus, Finding, RunInputs
 from app.start.preflight import findings
@@ -134,17 +134,3 @@ def test_little_shared_memory_warns_and_dockers_default_fails(
     usage = SimpleNamespace(free=free, total=2**40)
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: usage)
     assert of(doctor.machine(), "shared memory").status is status
-
-
-def test_what_cannot_be_reached_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    model = of(reachable(composed("model=qwen3_4b", "data=arithmetic")), "hub")
-    assert (model.status, "model.path=" in model.hint) == (FAIL, True)
-    sets = ["data=rows", f"data.train_sets.mine.path={tmp_path}", "data.eval_sets.far.path=someone/far"]
-    missing = of(reachable(composed(*sets)), "hub")
-    assert (missing.status, "data.eval_sets.far.path=" in missing.hint) == (FAIL, True)
-
-    found = list(reachable(composed("cluster.address=127.0.0.1:9", "rollout.urls=[http://127.0.0.1:9]")))
-    assert [of(found, each).status for each in ("cluster", "engine")] == [FAIL] * 2

@@ -37,7 +37,7 @@ def test_a_reward_that_hangs_is_refused_at_its_deadline_and_named_before(
 ) -> None:
     monkeypatch.setattr(tryout, "SLOW_SECONDS", 0.2)
     components = {"exact": 1.0, "slow": {"_target_": f"{OWN}.hangs"}}
-    with refused("reward.components.slow._target_", f"{OWN}.hangs", "within 1 s", "reward.timeout_s=1"):
+    with refused("reward.components.slow._target_", f"{OWN}.hangs", "within 1 s", "reward.timeout_s"):
         tried(PROMPTS, components=components, timeout_s=1.0)
     assert capsys.readouterr().err == "trying reward component slow: no result after 0.2 s; it has 1 s\n"
 

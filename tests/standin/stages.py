@@ -5,6 +5,7 @@
 Writes {scenario: {stage: result}}. A stage that raised has the line and the error as its result.
 """
 
+import contextlib
 import gc
 import json
 import os
@@ -316,10 +317,13 @@ def play(scenario: Scenario, rank: int, ranks: int, folder: Path, port: int) -> 
 
 def below_the_ephemeral(count: int) -> list[int]:
     """Free ports that no other process is given while the earlier scenarios run."""
-    from app.utils.net import port_is_free
+    from app.utils.net import reserve_port
 
-    candidates = random.sample(range(20_000, 32_000), 100)
-    return [port for port in candidates if port_is_free("127.0.0.1", port)][:count]
+    found = []
+    for port in random.sample(range(20_000, 32_000), 100):
+        with contextlib.suppress(OSError), reserve_port("127.0.0.1", port):
+            found.append(port)
+    return found[:count]
 
 
 def run_rank(rank: int, ranks: int, scenarios: dict[str, Scenario], folder: Path, ports: list[int], out: Path) -> None:

@@ -1,4 +1,4 @@
-"""An environment that cannot be loaded is refused before a run's folder exists; the doctor also plays an episode."""
+"""An environment that cannot be loaded is refused before a run's folder exists."""
 
 import sys
 from contextlib import suppress
@@ -7,9 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from app.mode import doctor
 from app.start.environments import require_environment
-from app.start.inputs import CheckStage, Finding, RunInputs
 from tests.compose import composed, problems_of
 
 OWN = "tests.mode.own_environments"
@@ -26,10 +24,6 @@ def workers() -> list[str]:
         with suppress(psutil.NoSuchProcess):
             lines.append(" ".join(child.cmdline()))
     return [line for line in lines if "app.environment.worker" in line]
-
-
-def episode(*overrides: str) -> Finding:
-    return doctor.play_episode(RunInputs(composed(*overrides), CheckStage.doctor))
 
 
 @pytest.mark.parametrize(

@@ -5,47 +5,29 @@ Invariants:
 - Every finding that is not ok has a hint.
 """
 
-import asyncio
 import os
 import resource
 import shutil
-import socket
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from urllib.parse import quote, urlsplit
-from urllib.request import Request, urlopen
 
 from app.config import RunConfig
-from app.data import records, rows
-from app.data.build import conversation
-from app.environment.protocol import Task
-from app.environment.wire import Answer, End, SampleRequest
-from app.errors import FAILED_EXIT, ConfigError
+from app.errors import FAILED_EXIT
 from app.mode import ModeResult
 from app.mode.doctor import device, software
-from app.reward.tryout import Tokenize, tokenizer_of
-from app.start.environments import tried_pool, without_log
-from app.start.input_checks import REFUSED
 from app.start.inputs import CheckStage, CheckStatus, Finding, RunInputs, outcome
 from app.start.preflight import findings
-from app.tracking.number_format import plural
 from app.utils.child_environment import LAUNCHER, encoding, home_is_writable
 from app.utils.process import SHARED_MEMORY
 from app.utils.units import GIB
-from app.worker.wire import Failed
 
 SHARED_GIB_FAIL = 0.25  # Ray's object store and tensors between processes live there
 SHARED_GIB_WARN = 2.0
 OPEN_FILES_WARN = 4096
 FULL_DISK = 0.95  # Ray stops spilling objects there
-REACH_TIMEOUT_S = 10.0
-MAX_REPLIES = 3  # of a scripted episode
-MAX_REPLY_TOKENS = 32  # of a reply
-CLOSING_S = 15.0  # for the end of an episode that is aborted
-QUESTION, ANSWER = "1+1=", "2"  # where the rows are not on this machine
 PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 
 OUTPUTS = Path("outputs")
@@ -68,8 +50,6 @@ def examine(config: RunConfig, folder: Path = OUTPUTS) -> list[Finding]:
         *device.variables(config, inputs.device),
         *machine(),
         *findings(inputs),
-        *([play_episode(inputs)] if config.environment.multi_turn else []),
-        *reachable(config),
     ]
 
 
@@ -123,111 +103,3 @@ def machine() -> Iterator[Finding]:
 
     if proxies := sorted(name for name in os.environ if name.lower() in PROXIES):
         yield Finding("proxies", f"{', '.join(proxies)}; a run's own servers are outside of them")
-
-
-def reachable(config: RunConfig) -> Iterator[Finding]:
-    """Check access to what a run downloads, to its cluster, and to engines that are running."""
-    if not config.model.local.is_dir():
-        yield _hub("model", str(config.model.path), "model.path")
-    teacher = config.teacher.model(config.model)
-    if teacher is not None and not teacher.local.is_dir():
-        yield _hub("model", str(teacher.path), "teacher.path")
-    for key, path in rows.sets_of(config.data).paths.items():
-        for part in [path] if isinstance(path, str) else path:
-            if records.is_remote(part) and not Path(part).expanduser().is_dir():
-                yield _hub("dataset", part, key)
-
-    if config.cluster.address not in (None, "auto", "local"):
-        yield _cluster(str(config.cluster.address))
-    for url in config.rollout.urls:
-        yield _answers("engine", f"{url.rstrip('/')}/health", url, "start the server, or correct rollout.urls")
-
-
-def _hub(kind: str, name: str, key: str) -> Finding:
-    """Check that the hub, or its local cache, has a repository."""
-    from huggingface_hub import constants, scan_cache_dir
-    from huggingface_hub.errors import CacheNotFound
-    from huggingface_hub.utils import build_hf_headers
-
-    try:
-        if any(repo.repo_id == name and repo.repo_type == kind for repo in scan_cache_dir().repos):
-            return Finding("hub", f"{name}, in its cache")
-    except CacheNotFound:
-        pass  # nothing was ever downloaded
-
-    request = Request(f"{constants.ENDPOINT}/api/{kind}s/{quote(name)}", headers=build_hf_headers())
-    hint = f"download it on a machine with network access, and set {key}=... to its folder"
-    return _answers("hub", request, name, hint)
-
-
-def _answers(subject: str, request: str | Request, name: str, hint: str) -> Finding:
-    try:
-        with urlopen(request, timeout=REACH_TIMEOUT_S) as reply:
-            return outcome(subject, reply.status == 200, f"{name} answers with {reply.status}", hint)
-    except OSError as error:  # every failure of urllib
-        return Finding(subject, f"{name} cannot be reached: {error}", CheckStatus.fail, hint)
-
-
-def _cluster(address: str) -> Finding:
-    parts = urlsplit(address if "://" in address else f"ray://{address}")
-    try:
-        with socket.create_connection((parts.hostname or "", parts.port or 6379), timeout=REACH_TIMEOUT_S):
-            return Finding("cluster", f"{address} answers")
-    except OSError as error:
-        hint = "start Ray there (launch/ray_cluster.sh), open the port, or leave cluster.address=null"
-        return Finding("cluster", f"{address}: {error}", CheckStatus.fail, hint)
-
-
-def play_episode(run: RunInputs) -> Finding:
-    """Run an episode of the environment, whose replies are made up instead of sampled: no engine is needed.
-
-    first question ─→ begin ─→ reply: the answer ─→ step … ─→ no room for a further reply ─→ score ─→ close
-    """
-    settings = run.config.environment
-    if "model" in run.missing:
-        hint = "examine it again when the model is on this machine"
-        return Finding("episodes", "no environment was loaded", CheckStatus.warn, hint)
-
-    name = settings._target_ or settings.kind.name
-    limit_s = settings.timeout_s * (MAX_REPLIES + 2)
-    try:
-        replies, end = asyncio.run(_play(run, _task(run), tokenizer_of(run.tokenizer), limit_s))
-        if isinstance(end, End):
-            scores = ", ".join(f"{key} {value:g}" for key, value in end.scores.items()) or "no score of its own"
-            return Finding("episodes", f"{name}, an episode of {plural(replies, 'made-up turn')}: {scores}")
-        why = without_log(end.text).rstrip(".")
-    except TimeoutError:
-        why = f"no end within {limit_s:g} s"
-    except ConfigError as error:
-        return Finding("episodes", str(error), CheckStatus.fail, REFUSED)
-
-    message = f"{name}, an episode of made-up turns failed: {why}"
-    return Finding("episodes", message, CheckStatus.fail, "correct the environment: a reply must not fail it")
-
-
-def _task(run: RunInputs) -> Task:
-    """Return the task of a training row, as an evaluation; a made-up one if the rows are not on this machine."""
-    if "data" in run.missing and not run.config.data.from_environment:
-        return Task("doctor/0@0", QUESTION, ANSWER, "doctor", training=False)
-    row = run.rows.train[0]
-    messages = conversation(row, run.config.data)
-    name = f"{row.source}/{row.index}@0"
-    return Task(name, row.question, row.answer, row.source, dict(row.columns), run.config.seed, False, messages)
-
-
-async def _play(run: RunInputs, task: Task, tokenize: Tokenize, limit_s: float) -> tuple[int, End | Failed]:
-    """Reply with the task's answer, then with nothing, because nothing has room. Returns the replies and the end."""
-    reply = [*tokenize(task.answer or ANSWER)][:MAX_REPLY_TOKENS]
-    replies = 0
-    async with tried_pool(run.config, run.model_path) as pool, asyncio.timeout(limit_s):
-        session = await pool.begin(task, [*tokenize(task.question or QUESTION)])
-        try:
-            while isinstance(event := await session.next(), SampleRequest):
-                room = replies < MAX_REPLIES
-                replies += room
-                logprobs = [-1.0] * len(reply) if event.logprobs and room else None
-                answer = Answer(event.number, reply if room else [], "stop" if room else "full", logprobs)
-                session.reply(event, answer)
-            return replies, event
-        finally:
-            await asyncio.wait([asyncio.ensure_future(session.close())], timeout=CLOSING_S)

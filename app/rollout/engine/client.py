@@ -92,7 +92,7 @@ class Client:
     async def generate(
         self, request: GroupRequest, request_ids: Sequence[str], *, cache_key: str, adapter: str | None = None
     ) -> list[Reply]:
-        """Sample or score a group with one call. It has no deadline: the host watches the server's progress.
+        """Sample a group with one call. It has no deadline: the host watches the server's progress.
 
         Args:
             request: The prompt and how to sample it. `version` is the adapter's, if there is one.
@@ -111,20 +111,17 @@ class Client:
                 "temperature": sampling.temperature,
                 "top_p": sampling.top_p,
                 "top_k": -1 if sampling.top_k is None else sampling.top_k,
-                "max_new_tokens": 0 if request.scored_tokens else sampling.max_tokens,
+                "max_new_tokens": sampling.max_tokens,
                 "stop": list(sampling.stop),
             },
             "return_logprob": True,
             "stream": False,
         }
-        if request.scored_tokens:
-            body["logprob_start_len"] = len(prompt) - request.scored_tokens - 1
 
         replies = await self.post("/generate", body, seconds=None)
         if not isinstance(replies, list) or len(replies) != request.group_size:
             raise EngineError(f"{self.name}: /generate returned {len(replies)} completions of {request.group_size}")
-        scored = bool(request.scored_tokens)
-        return [await parse(reply, request.version, adapted=adapter is not None, scored=scored) for reply in replies]
+        return [await parse(reply, request.version, adapted=adapter is not None) for reply in replies]
 
     async def _call(self, method: str, route: str, body: Mapping[str, Any] | None, seconds: float | None) -> Any:
         timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_TIMEOUT_S)
@@ -179,20 +176,18 @@ def parse_list(text: bytes) -> list[Any]:
     return members
 
 
-async def parse(reply: Mapping[str, Any], version: int, *, adapted: bool = False, scored: bool = False) -> Reply:
+async def parse(reply: Mapping[str, Any], version: int, *, adapted: bool = False) -> Reply:
     """Return the completion in one reply of `/generate`.
 
     Args:
         version: The request's.
         adapted: Whether an adapter of `version` sampled all tokens; the server reports the version of its own weights.
-        scored: Whether the completion is made of given tokens, of which the first has no log-probability.
     """
     # Long replies take milliseconds each: let other requests run in between.
     await asyncio.sleep(0)
 
     meta = reply["meta_info"]
-    triples = meta.get("input_token_logprobs" if scored else "output_token_logprobs") or []
-    flat = list(chain.from_iterable(triples))[3 * scored :]
+    flat = list(chain.from_iterable(meta.get("output_token_logprobs") or []))
     logprobs = np.array(flat[0::3], dtype=np.float32)
     token_ids = np.array(flat[1::3], dtype=np.int32)
 

@@ -74,7 +74,7 @@ class RequestsInFlight:
             raise EngineError(f"{self._name}: prompt {request.name} is in flight already")
 
     async def sample(self, request: GroupRequest, adapter: "Adapter | None") -> list[Completion]:
-        """Sample or score an admitted group, which is in flight meanwhile."""
+        """Sample an admitted group, which is in flight meanwhile."""
         # Never used before: a server refuses ids of requests that were cancelled.
         call = f"{self.host_id}-{next(self._calls)}"
         request_ids = [f"{call}/{request.name}#{member}" for member in range(request.group_size)]
@@ -88,8 +88,7 @@ class RequestsInFlight:
         finally:
             del self._groups[request.name]
 
-        if not request.scored_tokens:
-            self._completion_tokens += sum(len(completion.token_ids) for completion in completions)
+        self._completion_tokens += sum(len(completion.token_ids) for completion in completions)
         return completions
 
     async def drain(self) -> None:

@@ -28,7 +28,7 @@ from app.types import (
     Turn,
     VersionSpan,
 )
-from app.worker.job import Job
+from app.worker.remote import Job
 from app.worker.wire import Failed
 
 MIN_SHOWN_S = 0.02  # a shorter stretch of an environment's own code is not on the timeline
