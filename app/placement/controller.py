@@ -168,7 +168,10 @@ class PlacementController(ABC):
         counts, rollouter = pending.counts, self.context.rollouter
 
         sync = sync or SyncReport(pending.step, 0, 0, {})
-        metrics = step_metrics(pending.scored, counts, report, sync, seconds, trained_version=self.version)
+        in_flight = self.config.placement.in_flight_or_default()
+        metrics = step_metrics(
+            pending.scored, counts, report, sync, seconds, trained_version=self.version, in_flight=in_flight
+        )
         metrics |= {**(extra or {}), **rollouter.scorer.metrics, **rollouter.failure_metrics}
         if not self.config.algorithm.reward_coefficient:
             metrics.pop("reward/zero_std_fraction", None)  # equal rewards are no problem without their advantages
