@@ -145,6 +145,7 @@ REFUSED = [  # the key that is named, and the words of a command line
     ("algorithm.correction", ["algorithm.old_policy=rollout", "algorithm.correction=tis"]),
     ("rollout.tensor_parallel", ["rollout.tensor_parallel=2"]),
     ("placement.in_flight", ["placement.max_staleness=1", "placement.in_flight=in_place"]),
+    ("placement.max_staleness", ["mode=sft", "placement.max_staleness=1"]),
     ("placement.stream", ["placement=fully_async", "placement.stream=on", "algorithm.updates_per_step=2"]),
     ("model.path", ["model.path=/no/such/model"]),
     ("model.path", ["model.path=Qwen/Qwen3-4B"]),

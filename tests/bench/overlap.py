@@ -1,11 +1,12 @@
-"""How well fully_async overlaps generation and training: step time over the ideal, max(generation, training).
+"""How well schedules use the devices: step time over the ideal of separate ones, max(generation, training).
 
     python -m tests.bench.overlap
 
 The real controllers, staleness manager and buffer; engines and trainer are simulated in virtual time. The seconds of a
 group are log-normal, with a long tail truncated at the length limit, and independent of the engine's load (decoding is
 bound by memory bandwidth). So generating a step takes the sum of its groups' seconds over the groups in flight.
-colocate uses both halves of the devices in each phase.
+colocate uses both halves of the devices in each phase, so that it can be below 1. A sync that retracts requests costs
+their prefill.
 """
 
 import os
@@ -87,9 +88,7 @@ def durations(longest: float) -> Callable[[str], float]:
     return lambda prompt_id: longest * min(1.0, random.Random(f"overlap/{prompt_id}").lognormvariate(0, SIGMA) / CUT)
 
 
-def measure(
-    preset: Preset, kind: PlacementKind, staleness: int, in_flight: InFlight, folder: Path
-) -> dict[str, float]:
+def measure(preset: Preset, kind: PlacementKind, staleness: int, in_flight: InFlight, folder: Path) -> dict[str, float]:
     """Measure the mean step between warm-up and cool-down."""
     colocate = kind is COLOCATE
     settings = config(

@@ -17,6 +17,7 @@ from tests.runs import Run
 
 PLACEMENTS = {
     "colocate": ["placement=colocate"],
+    "partial": ["placement=colocate", "placement.max_staleness=2"],
     "fully_async": ["placement=fully_async", "placement.max_staleness=2", "placement.in_flight=retract"],
 }
 BOTH = pytest.mark.parametrize("placement", list(PLACEMENTS))

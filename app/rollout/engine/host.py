@@ -100,7 +100,7 @@ class EngineHost:
     async def release(self, regions: Collection[EngineMemory]) -> None:
         # SGLang keeps the tokens of retracted requests while their KV cache is released.
         if self._paused is not InFlight.retract:
-            raise EngineError(f"{self.spec.name}: memory cannot be released before its requests ended or were retracted")
+            raise EngineError(f"{self.spec.name}: memory is released after a pause with drain or retract only")
         if self.spec.serves_adapters and EngineMemory.weights in regions:
             raise EngineError(f"{self.spec.name}: weights cannot be released: no sync of adapters brings them back")
         # SGLang crashes when a region is released twice.
