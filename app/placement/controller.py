@@ -25,7 +25,7 @@ from app.eval import evaluate, is_due
 from app.placement.context import RunContext
 from app.placement.step_metrics import step_metrics
 from app.placement.watchdog import watchdog
-from app.types import Group, ScoredGroup, StepReport, SyncReport
+from app.types import Group, InFlight, ScoredGroup, StepReport, SyncReport
 from app.utils.files import describe
 from app.utils.tasks import in_thread
 
@@ -143,7 +143,9 @@ class PlacementController(ABC):
             report = await asyncio.shield(finishing)
 
         self.microbatch_s = max(self.microbatch_s, report.metrics.get("time/microbatch_max", 0.0))
-        self.context.probe.saw(report.metrics.get("mismatch/kl_same_version"))
+        # Requests that continued in place keep the KV cache of older policies, which differs for a good reason.
+        if self.config.placement.in_flight is not InFlight.in_place:
+            self.context.probe.saw(report.metrics.get("mismatch/kl_same_version"))
 
     async def sync(self, version: int) -> SyncReport:
         """Sync the weights and add the sync's phases, which are consecutive, to the timeline."""
