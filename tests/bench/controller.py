@@ -159,7 +159,7 @@ def run_once(actors: Actors | None) -> float:
         async def scenario() -> float:
             world.recorder = recorder  # type: ignore[assignment]
             parts = world.context()
-            parts.weight_sync.synchronizer = NoSync([], settings.placement.in_flight)
+            parts.weight_sync.synchronizer = NoSync([], settings.placement.in_flight_or_default())
             replies = Replies()
             local = [LocalEngine(f"engine {index}", replies) for index in range(ENGINES)]
             EnginePool.__init__(parts.pool, actors.engines() if actors else local)
