@@ -93,7 +93,7 @@ async def test_a_retracted_group_can_be_aborted_while_its_memory_is_released(eng
     await engine.pause(InFlight.retract)
     await engine.release(CACHES)
     await engine.abort()
-    assert {each.finish_reason for each in await asyncio.wait_for(group, 30)} == {FinishReason.abort}
+    assert FinishReason.abort in {each.finish_reason for each in await asyncio.wait_for(group, 30)}
     assert (await engine.stats()).groups == 0
     await engine.reload(CACHES)
     await engine.resume()
