@@ -33,7 +33,7 @@ class RolloutEngine(Protocol):
         1. `start` once.
         2. `generate`, any number concurrently.
         3. For a weight sync: `pause`, `update` …, `resume`.
-        4. Where devices are shared: `pause(drain)`, `release` each region, later `reload` each region, `resume`.
+        4. Where devices are shared: `pause`, `release` each region, later `reload` each region, `resume`.
         5. `end` once, in any state.
 
     Raises (every method but `end`):
@@ -102,7 +102,9 @@ class RolloutEngine(Protocol):
         ...
 
     async def release(self, regions: Collection[EngineMemory]) -> None:
-        """Free these regions' device memory; their content is lost. Needs a paused, idle engine. Idempotent.
+        """Free these regions' device memory; their content is lost. Idempotent.
+
+        Needs a pause with `drain`, or `retract`: retracted requests keep their tokens, and continue after `resume`.
 
         An engine that serves adapters refuses to release the weights: no sync brings them back.
         """

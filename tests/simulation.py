@@ -131,12 +131,16 @@ class SimEngine:
     fail: Exception | None = None
     start_seconds: float = 0.0
     name: str = "engine 0"
+    prefill: float = 0.0  # seconds of the engine to prefill what one request sampled in a second
     ended: bool = False
 
     def __post_init__(self) -> None:
         # By name of the request: its prompt id, or a turn of it.
         self._since: dict[str, float] = {}  # when the request that is being sampled went on
         self._running: dict[str, asyncio.Event] = {}  # set: aborted
+        self._sampled: dict[str, float] = {}  # seconds of the requests in flight
+        self._retracted = False
+        self._prefilled_at = 0.0
         self._changed: dict[str, asyncio.Event] = {}
         self._go = asyncio.Event()
         self._go.set()
@@ -153,12 +157,16 @@ class SimEngine:
         self.calls[request.prompt_id] += 1
         self._idle.clear()
         aborted = self._running[name] = asyncio.Event()
+        self._sampled[name] = 0.0
         changed = self._changed[name] = asyncio.Event()
         shares: list[tuple[int, float]] = []  # version, seconds
         try:
             while left > 1e-9 and not aborted.is_set():
                 await self._go.wait()
                 changed.clear()
+                if now() < self._prefilled_at and self.fail is None:
+                    await _within(changed, self._prefilled_at - now())
+                    continue
                 started, version = now(), self.version
                 if math.isinf(left):
                     await changed.wait()
@@ -170,10 +178,11 @@ class SimEngine:
                     raise type(self.fail)(*self.fail.args)
                 left -= now() - started
                 self.busy += now() - started
+                self._sampled[name] += now() - started
                 shares.append((version, now() - started))
         finally:
             self._since.pop(name, None)
-            del self._running[name], self._changed[name]
+            del self._running[name], self._changed[name], self._sampled[name]
             if not self._running:
                 self._idle.set()
         if aborted.is_set():
@@ -195,9 +204,13 @@ class SimEngine:
             await self._idle.wait()
         else:
             self._go.clear()
+            self._retracted = in_flight is InFlight.retract
             self._interrupt(list(self._changed))
 
     async def resume(self) -> None:
+        if self._retracted:
+            self._retracted = False
+            self._prefilled_at = now() + self.prefill * sum(self._sampled.values())
         self._go.set()
 
     async def abort(self, prompt_ids: Sequence[str] | None = None) -> None:
@@ -480,6 +493,7 @@ class World:
     eval_rows: int = 2
     start_seconds: float = 5.0  # of an engine that replaces another
     tokens: int = 4  # of a completion
+    prefill: float = 0.0  # of a `SimEngine`
     probe: Probe = Probe.never  # a simulated engine counts every request
     environments: Any = None  # a `SimEnvironments`; None: single turns
     trainer: SimTrainer = field(default_factory=lambda: SimTrainer(seconds=0.1, finish=0.2))
@@ -492,14 +506,20 @@ class World:
     def context(self) -> RunContext:
         """Made inside the loop that they live in."""
         self.engines = [
-            SimEngine(self.seconds, self.right, self.tokens, name=f"engine {index}")
+            SimEngine(self.seconds, self.right, self.tokens, name=f"engine {index}", prefill=self.prefill)
             for index in range(self.engine_count)
         ]
-        self.sync = SimSync(self.engines, self.config.placement.in_flight, self.push_seconds, trainer=self.trainer)
+        in_flight = self.config.placement.in_flight_or_default(keeps_cache=True)
+        self.sync = SimSync(self.engines, in_flight, self.push_seconds, trainer=self.trainer)
         pool = EnginePool(self.engines)
         supervisor = EngineSupervisor(self.config, pool, self.replace, self.recorder.warn)
         time_sharing = TimeSharing(
-            self.config.offload, self.trainer, pool, supervisor, adapters=self.config.serves_adapters
+            self.config.offload,
+            self.trainer,
+            pool,
+            supervisor,
+            adapters=self.config.serves_adapters,
+            in_flight=in_flight,
         )
         colocate = self.config.placement.kind is PlacementKind.colocate
         weight_sync = RetryingWeightSync(

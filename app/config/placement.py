@@ -36,10 +36,11 @@ class PlacementConfig:
     max_staleness: int = setting(
         0, "Hard bound on the staleness of a trajectory, in weight syncs; 0 trains on-policy.", at_least=0
     )
-    in_flight: InFlight = setting(
-        InFlight.drain,
+    in_flight: InFlight | None = setting(
+        None,
         "Requests in flight at a weight sync: drain finishes them first, retract continues them with a recomputed KV "
-        "cache, in_place continues them on the old one.",
+        "cache, in_place continues them on the old one; null is drain on-policy, retract in colocate and with linear "
+        "attention, else in_place.",
     )
     stream: Stream = setting(
         Stream.auto, "Train on groups as they arrive; auto is on in fully_async with one update per step."
@@ -53,10 +54,24 @@ class PlacementConfig:
     def engine_devices(self) -> int:
         return self.devices if self.kind is PlacementKind.colocate else self.rollout_devices
 
+    def in_flight_or_default(self, *, keeps_cache: bool = False) -> InFlight:
+        """Return what happens to requests in flight at a sync.
+
+        Args:
+            keeps_cache: The state of a request is a KV cache alone, in which every token keeps the entries of the
+                policy that sampled it. A recurrent state mixes old and new weights from the first token on.
+        """
+        if self.in_flight is not None:
+            return self.in_flight
+        if self.max_staleness == 0:
+            return InFlight.drain
+        return InFlight.in_place if keeps_cache and self.kind is PlacementKind.fully_async else InFlight.retract
+
     def validate(self) -> None:
-        fresh = self.max_staleness == 0
-        accepted = "0 with placement=colocate, which is always on-policy"
-        possible = fresh or self.kind is not PlacementKind.colocate
-        expect(possible, "placement.max_staleness", self.max_staleness, accepted)
-        accepted = "drain with placement.max_staleness=0: no completion may continue across a weight sync"
-        expect(self.in_flight is InFlight.drain or not fresh, "placement.in_flight", self.in_flight, accepted)
+        in_flight = self.in_flight_or_default()
+        if self.max_staleness == 0:
+            accepted = "drain with placement.max_staleness=0: no completion may continue across a weight sync"
+            expect(in_flight is InFlight.drain, "placement.in_flight", in_flight, accepted)
+        elif self.kind is PlacementKind.colocate:
+            accepted = "retract with placement=colocate, whose engines release their KV cache while the trainer trains"
+            expect(in_flight is InFlight.retract, "placement.in_flight", in_flight, accepted)

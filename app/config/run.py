@@ -189,6 +189,8 @@ class RunConfig:
     def _validate_demonstrations(self) -> None:
         placement, imitated, weight = self.placement.kind, self.data.demonstrations, self.algorithm.ce_coefficient
         expect(placement is PlacementKind.colocate, "placement", placement, "colocate with mode=sft")
+        staleness = self.placement.max_staleness
+        expect(staleness == 0, "placement.max_staleness", staleness, "0 with mode=sft, which samples nothing")
         expect(not self.environment.multi_turn, "environment", self.environment.choice, "single_turn with mode=sft")
         expect(imitated is None, "data.demonstrations", imitated, "null with mode=sft, which imitates data.path")
         expect(weight == 1, "algorithm.ce_coefficient", weight, "1 with mode=sft, whose loss has no other component")

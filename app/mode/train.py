@@ -19,6 +19,7 @@ process.
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -94,7 +95,10 @@ async def _train(
     from app.mode.plan.memory import with_recomputation
 
     device = device_of(config.device.kind)
-    config = with_recomputation(config, device, architecture_of(config.model))
+    model = architecture_of(config.model)
+    config = with_recomputation(config, device, model)
+    in_flight = config.placement.in_flight_or_default(keeps_cache=model is not None and model.linear is None)
+    config = replace(config, placement=replace(config.placement, in_flight=in_flight))
     for sentence in idle_settings(config, given_settings()):
         recorder.warn(sentence)
     async with start_rollout_workers(config, device, folder, inputs, recorder) as workers:
@@ -250,7 +254,12 @@ class TrainingRun:
         config = self.config
         workers = self.workers
         time_sharing = TimeSharing(
-            config.offload, trainer_workers.trainer, workers.pool, workers.supervisor, adapters=config.serves_adapters
+            config.offload,
+            trainer_workers.trainer,
+            workers.pool,
+            workers.supervisor,
+            adapters=config.serves_adapters,
+            in_flight=config.placement.in_flight_or_default(),
         )
         colocate = config.placement.kind is PlacementKind.colocate
         weight_sync = RetryingWeightSync(

@@ -25,7 +25,7 @@ from app.eval import evaluate, is_due
 from app.placement.context import RunContext
 from app.placement.step_metrics import step_metrics
 from app.placement.watchdog import watchdog
-from app.types import Group, ScoredGroup, StepReport, SyncReport
+from app.types import Group, InFlight, ScoredGroup, StepReport, SyncReport
 from app.utils.files import describe
 from app.utils.tasks import in_thread
 
@@ -143,7 +143,9 @@ class PlacementController(ABC):
             report = await asyncio.shield(finishing)
 
         self.microbatch_s = max(self.microbatch_s, report.metrics.get("time/microbatch_max", 0.0))
-        self.context.probe.saw(report.metrics.get("mismatch/kl_same_version"))
+        # Requests that continued in place keep the KV cache of older policies, which differs for a good reason.
+        if self.config.placement.in_flight is not InFlight.in_place:
+            self.context.probe.saw(report.metrics.get("mismatch/kl_same_version"))
 
     async def sync(self, version: int) -> SyncReport:
         """Sync the weights and add the sync's phases, which are consecutive, to the timeline."""
@@ -168,7 +170,10 @@ class PlacementController(ABC):
         counts, rollouter = pending.counts, self.context.rollouter
 
         sync = sync or SyncReport(pending.step, 0, 0, {})
-        metrics = step_metrics(pending.scored, counts, report, sync, seconds, trained_version=self.version)
+        in_flight = self.config.placement.in_flight_or_default()
+        metrics = step_metrics(
+            pending.scored, counts, report, sync, seconds, trained_version=self.version, in_flight=in_flight
+        )
         metrics |= {**(extra or {}), **rollouter.scorer.metrics, **rollouter.failure_metrics}
         if not self.config.algorithm.reward_coefficient:
             metrics.pop("reward/zero_std_fraction", None)  # equal rewards are no problem without their advantages

@@ -22,13 +22,10 @@ Invariants:
       (in_place).
 """
 
-import asyncio
-
 from app.placement.context import RunContext
 from app.placement.controller import PlacementController
 from app.placement.producer import Producer
 from app.types import ScoredGroup
-from app.utils.tasks import root_cause
 
 
 class FullyAsync(PlacementController):
@@ -42,13 +39,7 @@ class FullyAsync(PlacementController):
     async def _run(self) -> None:
         await self.sync(self.version)
         await self.evaluate_first()
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                producer = tasks.create_task(self.producer.run(), name="producer")
-                await tasks.create_task(self._consume(), name="consumer")
-                producer.cancel()
-        except BaseExceptionGroup as failures:
-            raise root_cause(failures) from None
+        await self.producer.run_beside(self._consume())
 
     async def _consume(self) -> None:
         while not self.finished:
@@ -82,7 +73,8 @@ class FullyAsync(PlacementController):
         scored = await self._collect()
         self.require_groups(len(scored), self.producer.counts)
         if not self.config.stream:
-            scored = self.producer.by_dispatch_order(scored)
+            # Arrival order would put the short completions into the same update.
+            scored.sort(key=lambda each: self.producer.dispatch_number(each.group))
             if scored and self.config.algorithm.needs_old_logprobs:
                 async with self.phase("old_logprobs", track="trainer", record_memory=False):
                     await self.context.trainer.old_logprobs(scored)

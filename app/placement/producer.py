@@ -1,4 +1,4 @@
-"""The producer of fully_async: owns every group from its dispatch until it is trained on or discarded.
+"""The producer: owns every group from its dispatch until it is trained on or discarded.
 
     cursor → admission → engines → reward workers → filter → buffer → take (staleness check) → consumer
                ↑ capacity is freed: filtered, aborted, dropped, synced
@@ -13,15 +13,17 @@ Invariants:
 
 import asyncio
 import itertools
-from collections.abc import Iterable
+from collections.abc import Coroutine, Iterable
 from functools import partial
+from typing import Any
 
 from app.algorithm.filter import RolloutCounts
 from app.placement.buffer import GroupBuffer
 from app.placement.context import RunContext
 from app.placement.staleness import StalenessManager
 from app.rollout.requests import Aborted
-from app.types import Group, Prompt, ScoredGroup
+from app.types import Group, Prompt
+from app.utils.tasks import root_cause
 
 WARN_ABORTS = 3  # of one prompt
 
@@ -64,6 +66,16 @@ class Producer:
                 self._changed.clear()
                 await self._changed.wait()
 
+    async def run_beside(self, consumer: Coroutine[Any, Any, None]) -> None:
+        """Dispatch until the consumer returns. The first failure ends both."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                producer = tasks.create_task(self.run(), name="producer")
+                await tasks.create_task(consumer, name="consumer")
+                producer.cancel()
+        except BaseExceptionGroup as failures:
+            raise root_cause(failures) from None
+
     # --- for the consumer
 
     async def take(self, limit: int) -> list[Group]:
@@ -83,9 +95,15 @@ class Producer:
             self._changed.set()
         return fresh
 
-    def by_dispatch_order(self, scored: Iterable[ScoredGroup]) -> list[ScoredGroup]:
-        """Sort by dispatch. Arrival order would put the short completions into the same update."""
-        return sorted(scored, key=lambda each: self._dispatch_number[each.group.prompt.id])
+    async def collect(self) -> list[Group]:
+        """Take the groups of a step, in the order of their arrival."""
+        groups: list[Group] = []
+        while len(groups) < self.wanted and not self.refill_exhausted():
+            groups += await self.take(self.wanted - len(groups))
+        return groups
+
+    def dispatch_number(self, group: Group) -> int:
+        return self._dispatch_number[group.prompt.id]
 
     def refill_exhausted(self) -> bool:
         """Whether the step used up its refill rounds, so that it trains on what it has."""

@@ -6,7 +6,7 @@ import numpy as np
 
 from app.algorithm.filter import RolloutCounts
 from app.algorithm.metrics import advantage_metrics, group_metrics, source_metrics, staleness_metrics
-from app.types import Ending, Episode, Group, ScoredGroup, StepReport, SyncReport
+from app.types import Ending, Episode, Group, InFlight, ScoredGroup, StepReport, SyncReport
 
 OWN_METRICS = ("turns", "sequences", "wall_seconds", "engine_seconds", "prompt_tokens", "cached_tokens")
 TOOL_CALLS, TOOL_FAILURES = "tool_calls", "tool_failures"
@@ -20,8 +20,9 @@ def step_metrics(
     seconds: Mapping[str, float],
     *,
     trained_version: int,
+    in_flight: InFlight,
 ) -> dict[str, float]:
-    """Assemble all metrics of a step, which trained `trained_version`.
+    """Assemble all metrics of a step, which trained `trained_version`. `in_flight`: of requests at a sync.
 
     Rewards, lengths and tokens cover trained and filtered groups; staleness and advantages cover trained groups.
     """
@@ -35,6 +36,8 @@ def step_metrics(
         metrics |= staleness_metrics(groups, trained_version)
         metrics |= advantage_metrics(scored)
 
+    retracted = in_flight is InFlight.retract
+    metrics["rollout/recomputed_tokens"] = float(recomputed_tokens(groups)) if retracted else 0.0
     metrics["rollout/groups"] = float(len(groups))
     metrics["rollout/filtered_groups"] = float(len(counts.filtered))
     metrics["rollout/dropped_groups"] = float(counts.dropped)
@@ -50,6 +53,23 @@ def step_metrics(
     metrics |= {f"time/{phase}": value for phase, value in seconds.items()}
     metrics["throughput/completion_tokens_per_second"] = metrics["tokens/completion"] / seconds["step"]
     return metrics
+
+
+def recomputed_tokens(groups: Sequence[Group]) -> int:
+    """Count the tokens before each change of policy, whose KV cache was computed again.
+
+    After a prompt of 100 tokens and 20 that policy 3 sampled, policy 4 recomputes 120. An upper bound, since the
+    members of a group may share their prompt.
+    """
+    total = 0
+    for group in groups:
+        for trajectory in group.trajectories:
+            if trajectory.episode is None and len(trajectory.completion.spans) == 1:  # the usual case
+                continue
+            for sequence in trajectory.sequences:
+                positions = sequence.sampled.nonzero()[0]
+                total += sum(int(positions[span.start]) for span in sequence.spans[1:])
+    return total
 
 
 def environment_metrics(groups: Sequence[Group]) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """Alternates shared devices between trainer and engines.
 
     give_to_engines   offload gradients, optimizer │ reload engine weights │ sync │ offload parameters │ reload KV cache
-    give_to_trainer   drain and release the engines │ onload the trainer
+    give_to_trainer   pause and release the engines │ onload the trainer
 
 Parameters are on the device during the sync, since offloaded shards cannot be read. The KV cache is reloaded only after
 they are offloaded: the device cannot hold both. With adapters (`model.lora`) the engines keep their weights, which no
@@ -37,9 +37,11 @@ class TimeSharing:
         supervisor: EngineSupervisor,
         *,
         adapters: bool,
+        in_flight: InFlight = InFlight.drain,
     ):
         self.offload = offload
         self.weights = () if adapters else (EngineMemory.weights,)  # of the engines, that a sync brings back
+        self.in_flight = in_flight  # drain, or retract
         self.trainer = trainer
         self.pool = pool
         self.supervisor = supervisor
@@ -60,17 +62,18 @@ class TimeSharing:
         return report
 
     async def give_to_trainer(self) -> None:
-        """Drain the engines and hand the devices to the trainer."""
+        """Pause the engines and hand the devices to the trainer."""
         await self.supervisor.pause_restarts()
         await self.offload_engines()
         await self.onload_trainer(TrainerMemory)
 
     async def offload_engines(self) -> None:
-        """Drain the engines and release their device memory; end those that are lost, which cannot release it."""
+        """Pause the engines and release their device memory; end those that are lost, which cannot release it."""
+        if self.offload.engine or self.in_flight is not InFlight.drain:
+            await self.pool.each(RolloutEngine.pause, self.in_flight)
         if not self.offload.engine:
             return
 
-        await self.pool.each(RolloutEngine.pause, InFlight.drain)
         await self.pool.each(RolloutEngine.release, (*CACHES, *self.weights))
         await self.supervisor.end_lost()
 

@@ -129,6 +129,11 @@ class EngineProbe:
             if differences:
                 self._judge(name, float(np.concatenate(differences).mean(dtype=np.float64)))
 
+    async def sampled(self) -> None:
+        """Wait until every engine has sampled the probe that runs, or failed."""
+        if self._running:
+            await asyncio.wait(self._running.values())
+
     def saw(self, kl: float | None) -> None:
         """Probe the next sync if a step's on-policy tokens differ; `kl` is their mean k3, None without any."""
         self._suspected = kl is not None and not kl <= self.tolerance.kl

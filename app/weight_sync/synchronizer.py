@@ -265,6 +265,7 @@ def make_synchronizer(
 
     verifier = Verifier(config.weight_sync.verify, folder / "verify")
     capacity = int((config.weight_sync.bucket_mib or device.bucket_mib) * MIB)
+    in_flight = config.placement.in_flight_or_default()
     return BucketedWeightSynchronizer(
-        trainer, indexed, config.weight_sync, transport, verifier, config.placement.in_flight, tensor_parallel, capacity
+        trainer, indexed, config.weight_sync, transport, verifier, in_flight, tensor_parallel, capacity
     )

@@ -31,7 +31,7 @@ ASYNC = "placement=fully_async"
 PRESETS: dict[str, str] = {
     f"{algorithm} {placement}": f"algorithm={algorithm} model=tiny placement={placement}"
     for algorithm in ("grpo", "dapo", "dr_grpo", "gspo")
-    for placement in ("colocate", "fully_async")  # fully_async's defaults: staleness 2, retract
+    for placement in ("colocate", "fully_async")  # fully_async's default staleness is 2
 }
 # Words that stand for a folder at the start of a setting's value.
 FOLDERS: dict[str, Callable[[], Path]] = {

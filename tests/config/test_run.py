@@ -7,6 +7,7 @@ import pytest
 from app.config.algorithm import Correction
 from app.device import device_of
 from app.rollout.engine.server_args import engine_flags
+from app.types import InFlight
 from tests.compose import composed
 from tests.warm import run_warm
 
@@ -50,12 +51,27 @@ def test_data_and_environment_select_the_reward_unless_it_is_given(
 def test_the_correction_follows_from_staleness_unless_it_is_set() -> None:
     assert composed().correction is Correction.none
     assert composed("placement=fully_async").correction is Correction.tis
-    assert (
-        composed("placement=fully_async", "placement.max_staleness=0", "placement.in_flight=drain").correction
-        is Correction.none
-    )
+    assert composed("placement.max_staleness=1").correction is Correction.tis
+    assert composed("placement=fully_async", "placement.max_staleness=0").correction is Correction.none
     assert composed("placement=fully_async", "algorithm.old_policy=rollout").correction is Correction.none
     assert composed("placement=fully_async", "algorithm.correction=icepop").correction is Correction.icepop
+
+
+@pytest.mark.parametrize(
+    ("overrides", "keeps_cache", "in_flight"),
+    [
+        ([], True, InFlight.drain),
+        (["placement.max_staleness=1"], True, InFlight.retract),  # its memory is released
+        (["placement=fully_async"], True, InFlight.in_place),
+        (["placement=fully_async"], False, InFlight.retract),
+        (["placement=fully_async", "placement.in_flight=drain"], True, InFlight.drain),
+        (["placement=fully_async", "placement.max_staleness=0"], True, InFlight.drain),
+    ],
+)
+def test_requests_in_flight_keep_their_cache_where_memory_and_model_allow_it(
+    overrides: list[str], keeps_cache: bool, in_flight: InFlight
+) -> None:
+    assert composed(*overrides).placement.in_flight_or_default(keeps_cache=keeps_cache) is in_flight
 
 
 def test_streaming_is_on_where_it_is_possible() -> None:

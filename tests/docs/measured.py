@@ -204,19 +204,25 @@ def overlap() -> str:
     presets = load("overlap")["presets"]
     modes = {
         "colocate": "colocate",
+        "colocate, 1": "colocate staleness 1",
+        "colocate, 2": "colocate staleness 2",
+        "colocate, 4": "colocate staleness 4",
         "0, streamed": "staleness 0 streamed",
         "1, drained": "staleness 1 drained",
-        "1, in flight": "staleness 1",
-        "4, in flight": "staleness 4",
+        "1, in place": "staleness 1",
+        "1, retracted": "staleness 1 retracted",
+        "4, in place": "staleness 4",
+        "4, retracted": "staleness 4 retracted",
     }
     table = header("", *modes)
     for preset in ("generation takes twice as long", "training takes twice as long", "balanced", *LONG_TAILS):
         table += row(preset, *(f"{presets[preset][mode]['over_ideal']:.2f}" for mode in modes.values()))
 
     lost = "; ".join(
-        f"{preset}, staleness {bound}: {presets[preset][f'staleness {bound}']['discarded_sampling_fraction']:.0%}"
+        f"{preset}, {mode}: {presets[preset][mode]['discarded_sampling_fraction']:.0%}"
         for preset in LONG_TAILS
-        for bound in (1, 2, 4)
+        for mode in presets[preset]
+        if presets[preset][mode]["discarded_sampling_fraction"] >= 0.005
     )
     return f"{table}\n" + prose(f"Sampling that is discarded because a completion outlasts the bound: {lost}.")
 

@@ -42,12 +42,14 @@ def assert_each_episode_ended_once(world: World) -> None:
 @st.composite
 def schedules(draw: st.DrawFn) -> tuple[RunConfig, SimEnvironments]:
     staleness = draw(st.integers(0, 2))
+    kind = draw(st.sampled_from(PlacementKind))
+    chosen = staleness > 0 and kind is PlacementKind.fully_async
     made = config(
-        draw(st.sampled_from(PlacementKind)),
+        kind,
         steps=draw(st.integers(1, 5)),
         prompts_per_step=draw(st.integers(1, 4)),
         max_staleness=staleness,
-        in_flight=draw(st.sampled_from(InFlight)) if staleness else InFlight.drain,
+        in_flight=draw(st.sampled_from(InFlight)) if chosen else None,
         max_inflight_groups=draw(st.integers(1, 12)),
         stream=draw(st.sampled_from([Stream.auto, Stream.off])),
         every=draw(st.integers(0, 2)),
@@ -76,9 +78,14 @@ def test_any_run_ends_within_its_bound_and_every_episode_and_group_ends_once(
     assert_each_group_ended_once(world)
 
 
-@pytest.mark.parametrize("in_flight", InFlight)
-def test_an_episode_that_outlives_pushes_has_tokens_of_several_versions(tmp_path: Path, in_flight: InFlight) -> None:
-    made = config(steps=12, max_staleness=2, in_flight=in_flight, max_inflight_groups=12)
+ASYNC = PlacementKind.fully_async
+
+
+@pytest.mark.parametrize(("kind", "in_flight"), [*((ASYNC, each) for each in InFlight), (PlacementKind.colocate, None)])
+def test_an_episode_that_outlives_pushes_has_tokens_of_several_versions(
+    tmp_path: Path, kind: PlacementKind, in_flight: InFlight | None
+) -> None:
+    made = config(kind, steps=12, max_staleness=2, in_flight=in_flight, max_inflight_groups=12)
     environments = SimEnvironments(lambda task, number: Script(turns=4, seconds=1.0, score=float(number % 2)))
     world = World(made, tmp_path, long_tailed(3), environments=environments)
     play(world)

@@ -1,4 +1,4 @@
-"""fully_async's controller around simulated engines and trainers, in virtual time."""
+"""The controllers of partial rollouts around simulated engines and trainers, in virtual time."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -15,7 +15,13 @@ from app.placement.fully_async import FullyAsync
 from app.types import InFlight, Trajectory
 from tests.simulation import BOTH, World, config, long_tailed, play, virtual
 
-MODES = [(1, InFlight.drain), (1, InFlight.retract), (2, InFlight.in_place)]
+ASYNC, COLOCATE = PlacementKind.fully_async, PlacementKind.colocate
+MODES = [
+    (ASYNC, 1, InFlight.drain),
+    (ASYNC, 1, InFlight.retract),
+    (ASYNC, 2, InFlight.in_place),
+    (COLOCATE, 1, InFlight.retract),
+]
 
 
 def dispatched(world: World) -> Counter[str]:
@@ -55,12 +61,15 @@ def assert_bound(world: World) -> None:
 
 @st.composite
 def schedules(draw: st.DrawFn) -> tuple[RunConfig, int, float, float]:
-    staleness = draw(st.integers(0, 3))
+    kind = draw(st.sampled_from(PlacementKind))
+    colocate = kind is PlacementKind.colocate
+    staleness = draw(st.integers(1 if colocate else 0, 3))
     made = config(
+        kind,
         steps=draw(st.integers(1, 7)),
         prompts_per_step=draw(st.integers(1, 5)),
         max_staleness=staleness,
-        in_flight=draw(st.sampled_from(InFlight)) if staleness else InFlight.drain,
+        in_flight=None if colocate or not staleness else draw(st.sampled_from(InFlight)),
         max_inflight_groups=draw(st.integers(1, 12)),
         stream=draw(st.sampled_from([Stream.auto, Stream.off])),
         dynamic_sampling=draw(st.booleans()),
@@ -69,7 +78,7 @@ def schedules(draw: st.DrawFn) -> tuple[RunConfig, int, float, float]:
     return made, draw(st.integers(0, 999)), draw(st.sampled_from([0.0, 0.3, 3.0])), draw(st.floats(0, 0.7))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(schedules())
 def test_any_run_ends_within_its_bound_and_every_group_ends_once(
     tmp_path_factory: pytest.TempPathFactory, schedule: tuple[RunConfig, int, float, float]
@@ -86,12 +95,12 @@ def test_any_run_ends_within_its_bound_and_every_group_ends_once(
     assert_ledger(world)
 
 
-@pytest.mark.parametrize(("staleness", "mode"), MODES)
+@pytest.mark.parametrize(("kind", "staleness", "mode"), MODES)
 def test_stale_groups_are_aborted_or_dropped_and_their_prompts_sampled_again(
-    tmp_path: Path, staleness: int, mode: InFlight
+    tmp_path: Path, kind: PlacementKind, staleness: int, mode: InFlight
 ) -> None:
     tails = {f"sim/{row}": 9.0 for row in range(0, 50, 5)}
-    made = config(steps=12, max_staleness=staleness, in_flight=mode, max_inflight_groups=12)
+    made = config(kind, steps=12, max_staleness=staleness, in_flight=mode, max_inflight_groups=12)
     world = World(made, tmp_path, lambda prompt_id: tails.get(prompt_id.split("@")[0], 0.5))
     play(world)
     assert_bound(world)
@@ -117,6 +126,37 @@ def test_staleness_is_used_and_saves_time(tmp_path: Path) -> None:
         seconds[staleness, mode] = play(world)
     on_policy, drained, continued = seconds.values()
     assert continued < drained < on_policy
+
+
+def test_a_step_of_colocate_ends_without_its_tail_which_continues_under_the_next_policy(tmp_path: Path) -> None:
+    """Of 4 groups a step, one in five takes 6 s; the others take 0.5 s."""
+    tails = {f"sim/{row}": 6.0 for row in range(0, 50, 5)}
+    seconds, sampled = [], []
+    for staleness in (0, 20):
+        made = config(COLOCATE, steps=12, max_staleness=staleness, max_inflight_groups=16)
+        world = World(made, tmp_path, lambda prompt_id: tails.get(prompt_id.split("@")[0], 0.5), tokens=100)
+        world.trainer.seconds = 0.5
+
+        async def train(groups: Sequence, world: World = world, add: Callable = world.trainer.add_groups) -> None:
+            before = [engine.busy for engine in world.engines]
+            await add(groups)
+            sampled.append(before != [engine.busy for engine in world.engines])
+
+        world.trainer.add_groups = train  # type: ignore[method-assign]
+        seconds.append(play(world))
+        assert_ledger(world)
+
+    assert seconds[1] < seconds[0] / 2
+    assert not any(sampled)  # while the trainer has the devices
+    long = [group for _, groups in world.trainer.trained for group in groups if group.prompt.id.split("@")[0] in tails]
+    assert long
+    for group in long:
+        versions = [span.version for span in spans(group)]
+        assert versions == list(range(versions[0], versions[-1] + 1))  # a part of it under each
+    assert max(len(spans(group)) for group in long) > 2
+
+    again = sum(3 + span.start for group in long for each in group.trajectories for span in each.completion.spans[1:])
+    assert sum(line["rollout/recomputed_tokens"] for line in world.recorder.lines) == again > 0
 
 
 def test_groups_are_trained_on_as_they_arrive_only_when_streamed(tmp_path: Path) -> None:

@@ -115,9 +115,11 @@ class Reads(SimSync):
         return await super().sync(version)
 
 
-def train(folder: Path, model: Path, make_offload: Callable[[Any], Offload], *, lora_rank: int = 0) -> Shared:
+def train(
+    folder: Path, model: Path, make_offload: Callable[[Any], Offload], *, lora_rank: int = 0, max_staleness: int = 0
+) -> Shared:
     """A whole run on one card, as runs begin: the trainer has it."""
-    made = config(PlacementKind.colocate, steps=STEPS, algorithm=GRPO)
+    made = config(PlacementKind.colocate, steps=STEPS, algorithm=GRPO, max_staleness=max_staleness)
     made.model.lora.rank = lora_rank
     trainer = Shared(model, made, Kind.adamw)
     trainer.memory_offload = make_offload(FakeRank(trainer.step))
@@ -127,7 +129,7 @@ def train(folder: Path, model: Path, make_offload: Callable[[Any], Offload], *, 
         context = world.context()
         engine = Resident(world.seconds, world.right)
         engine.card = trainer.card
-        sync = Reads([engine], InFlight.drain)
+        sync = Reads([engine], made.placement.in_flight_or_default())
         sync.trainer = trainer
         context.pool.engines[:] = [engine]
         context.weight_sync.synchronizer = sync
@@ -139,13 +141,15 @@ def train(folder: Path, model: Path, make_offload: Callable[[Any], Offload], *, 
     return trainer
 
 
-@pytest.mark.parametrize("lora_rank", [0, 4])
-def test_the_devices_change_hands_in_the_designs_order(lora_rank: int, tmp_path: Path, model: Path) -> None:
+@pytest.mark.parametrize(("lora_rank", "max_staleness"), [(0, 0), (4, 0), (0, 2)])
+def test_the_devices_change_hands_in_the_designs_order(
+    lora_rank: int, max_staleness: int, tmp_path: Path, model: Path
+) -> None:
     """Engines that serve adapters keep the weights of the model."""
     reloaded, released = ([], []) if lora_rank else (["+weights"], ["-weights"])
     to_engines = ["-gradients", "-optimizer", *reloaded, "-parameters", "+graphs", "+kv_cache"]
     to_trainer = ["-graphs", "-kv_cache", *released, "+parameters", "+optimizer", "+gradients"]
-    trained = train(tmp_path, model, Poisoned, lora_rank=lora_rank)
+    trained = train(tmp_path, model, Poisoned, lora_rank=lora_rank, max_staleness=max_staleness)
     assert trained.card.moves == to_engines + STEPS * (to_trainer + to_engines)
 
 

@@ -190,12 +190,9 @@ def test_whenever_engines_die_nothing_is_lost_or_trained_on_twice(
     in_flight: InFlight,
     seed: int,
 ) -> None:
-    if kind is PlacementKind.colocate:
-        staleness = 0
-    if staleness == 0:
-        in_flight = InFlight.drain
+    chosen = staleness > 0 and kind is PlacementKind.fully_async
     folder = tmp_path_factory.mktemp("deaths")
-    made = config(kind, max_staleness=staleness, in_flight=in_flight)
+    made = config(kind, max_staleness=staleness, in_flight=in_flight if chosen else None)
     made.recovery.max_engine_failures = 20  # of one prompt
     world = World(made, folder, long_tailed(seed), engine_count=engines, push_seconds=0.5)
     play(world, *deaths, limit=3000.0)
@@ -248,12 +245,14 @@ def test_a_nearly_full_machine_ends_the_run_before_the_kernel_acts(
     assert [line["memory/host_used_fraction"] for line in world.recorder.lines][-1] == 0.98
 
 
-@BOTH
+@pytest.mark.parametrize(
+    ("kind", "staleness"), [(PlacementKind.colocate, 0), (PlacementKind.colocate, 2), (PlacementKind.fully_async, 2)]
+)
 def test_a_checkpoint_holds_the_prompts_that_are_not_done_with(
-    kind: PlacementKind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: PlacementKind, staleness: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without_threads(monkeypatch)
-    made = config(kind, max_staleness=0 if kind is PlacementKind.colocate else 2, steps=5)
+    made = config(kind, max_staleness=staleness, steps=5)
     made.checkpoint.every = 2
     made.checkpoint.keep = 2
     world = World(made, tmp_path, long_tailed(2))

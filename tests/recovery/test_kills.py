@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.recovery.private_folders import PrivateFolders
-from tests.recovery.test_recovery_runs import BOTH, PLACEMENTS, PROBLEMS, assert_ledger, kill, saved_on_sigterm
+from tests.recovery.test_recovery_runs import PLACEMENTS, PROBLEMS, assert_ledger, kill, saved_on_sigterm
 from tests.runs import Run
 
 ROUNDS = int(os.environ.get("KILLS_ROUNDS", "20"))
@@ -42,6 +42,7 @@ TOOLS = [
     "resume=auto",
 ]
 LONG = "steps=100000"
+ALL = pytest.mark.parametrize("placement", list(PLACEMENTS))
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200)]
 
 
@@ -159,7 +160,7 @@ def attempts(record_property: Callable[[str, object], None]) -> Iterator[Callabl
 
 
 @pytest.mark.parametrize("kind", ["engine", "stalled engine", "rank", "environment worker", "reward worker"])
-@BOTH
+@ALL
 def test_parts_killed_at_random_moments(placement: str, kind: str, attempts: Callable[[str, str], Attempts]) -> None:
     """An engine's server or its scheduler; then Ctrl-C."""
     each = attempts(placement, kind)
@@ -175,7 +176,7 @@ def test_parts_killed_at_random_moments(placement: str, kind: str, attempts: Cal
     each.finish()
 
 
-@BOTH
+@ALL
 def test_the_driver_killed_at_random_moments(placement: str, attempts: Callable[[str, str], Attempts]) -> None:
     """Each fourth time while it starts."""
     each = attempts(placement, "driver")
@@ -188,7 +189,7 @@ def test_the_driver_killed_at_random_moments(placement: str, attempts: Callable[
     each.finish()
 
 
-@BOTH
+@ALL
 def test_ctrl_c_at_random_moments(placement: str, attempts: Callable[[str, str], Attempts]) -> None:
     """Each third time while it starts: by Python's own handler before the run has one. What was finished is saved."""
     each = attempts(placement, "Ctrl-C")

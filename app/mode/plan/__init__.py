@@ -18,7 +18,7 @@ from app.mode import ModeResult
 from app.mode.plan import text
 from app.mode.plan.duration import step_tokens
 from app.mode.plan.remedies import remedies_of, splits_of
-from app.model.architecture import architecture_of, unknown_shapes
+from app.model.architecture import Architecture, architecture_of, unknown_shapes
 from app.rollout.engine.server_args import engine_flags
 from app.start.idle_settings import idle_settings
 from app.start.input_checks import sizes
@@ -64,7 +64,7 @@ def describe(config: RunConfig, given: Collection[str] = ()) -> str:
             text.disk(config, model),
             remedies_of(config, device, model),
         ]
-    sections += [text.engines(config, device, flags), _schedule(config)]
+    sections += [text.engines(config, device, flags), _schedule(config, model)]
     return "\n\n".join("\n".join(section) for section in sections if section)
 
 
@@ -149,15 +149,18 @@ def _episodes(config: RunConfig) -> list[str]:
     ]
 
 
-def _schedule(config: RunConfig) -> list[str]:
+def _schedule(config: RunConfig, model: Architecture | None) -> list[str]:
     placement = config.placement
-    if placement.kind is PlacementKind.colocate:
-        return ["Schedule: generate, train and sync take turns; every trajectory is on-policy"]
+    colocate = placement.kind is PlacementKind.colocate
+    turns = "Schedule: generate, train and sync take turns"
+    if colocate and placement.max_staleness == 0:
+        return [f"{turns}; every trajectory is on-policy"]
 
     buffer = (placement.max_staleness + 1) * config.algorithm.prompts_per_step
-    in_flight = "each request keeps its adapter" if config.model.lora.enabled else placement.in_flight.name
+    mode = placement.in_flight_or_default(keeps_cache=model is not None and model.linear is None)
+    in_flight = "each request keeps its adapter" if config.model.lora.enabled else mode.name
     return [
-        "Schedule: generation and training run at the same time",
+        f"{turns}; rollouts are partial" if colocate else "Schedule: generation and training run at the same time",
         f"  staleness at most {placement.max_staleness} sync(s); in flight at a sync: {in_flight}",
         f"  groups are trained {'as they arrive' if config.stream else 'once the step is complete'}",
         f"  buffer of {buffer} groups; correction: {config.correction.name}",

@@ -42,7 +42,7 @@ class EngineHost:
         self._connection = ServerConnection(spec)
         self._requests = RequestsInFlight(spec.name, self._connection)
         self._adapters: Adapters | None = None  # until `start`, and where the model itself is trained
-        self._paused = False
+        self._paused: InFlight | None = None  # how; None: not paused
         self._released: set[EngineMemory] = set()
 
     async def start(self) -> dict[str, Any]:
@@ -82,14 +82,14 @@ class EngineHost:
         if self._adapters is not None:
             self._adapters.pause()
         await self._connection.control("/pause_generation", {"mode": in_flight.value})
-        self._paused = True
+        self._paused = in_flight
         if in_flight is InFlight.in_place:
             self._requests.paused_in_place()
 
     async def resume(self) -> None:
         if self._paused:
             await self._connection.control("/continue_generation", {})
-            self._paused = False
+            self._paused = None
         if self._adapters is not None:
             self._adapters.resume()
         self._requests.admit_again()
@@ -98,8 +98,9 @@ class EngineHost:
         await self._requests.abort(prompt_ids)
 
     async def release(self, regions: Collection[EngineMemory]) -> None:
-        if len(self._requests) or not self._paused:
-            raise EngineError(f"{self.spec.name}: memory cannot be released before the engine is paused and idle")
+        # SGLang keeps the tokens of retracted requests while their KV cache is released.
+        if self._paused is not InFlight.retract:
+            raise EngineError(f"{self.spec.name}: memory is released after a pause with drain or retract only")
         if self.spec.serves_adapters and EngineMemory.weights in regions:
             raise EngineError(f"{self.spec.name}: weights cannot be released: no sync of adapters brings them back")
         # SGLang crashes when a region is released twice.

@@ -72,11 +72,11 @@ def capacity_flags(config: RunConfig, device: Device, requests: int) -> dict[str
 def adapter_flags(config: RunConfig, device: Device) -> dict[str, object]:
     """Return SGLang's flags for serving adapters.
 
-    In colocate one adapter is in use while the next is loaded. In fully_async requests of `max_staleness` + 1 policies
-    are in flight; the next policy is loaded, and one more may be waiting to be unloaded.
+    Requests of `max_staleness` + 1 policies are in flight while the next policy is loaded. In fully_async one more may
+    be waiting to be unloaded.
     """
     colocate = config.placement.kind is PlacementKind.colocate
-    limit = 2 if colocate else config.placement.max_staleness + 3
+    limit = config.placement.max_staleness + (2 if colocate else 3)
     return {
         "enable-lora": True,
         "max-lora-rank": config.model.lora.rank,
