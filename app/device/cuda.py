@@ -1,7 +1,7 @@
 """NVIDIA GPUs, with their kernels of attention.
 
-torch calls its switch to FlashAttention a prototype, so its kernels are tried when a model is loaded: those that fail, or
-differ from torch's default ones on a small batch, are not used. The fastest of the others are, by a forward and a
+torch calls its switch to FlashAttention a prototype, so its kernels are tried when a model is loaded. Those that fail
+or differ from torch's default ones on a small batch, are not used. Of the others the fastest are, by a forward and a
 backward pass of a packed microbatch with the model's heads.
 """
 

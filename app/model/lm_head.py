@@ -187,7 +187,7 @@ def _logits_gradient(
     grad_entropy: Tensor | None,  # [C]
     temperature: float,
 ) -> Tensor:
-    """Gradient with respect to the products of hidden states and head: [C, W] in their dtype, compiled in their place."""
+    """Gradient with respect to the products: [C, W] in their dtype; compiled, in their place."""
     inside, index = _inside(targets, products.shape[1])
     of_target = torch.where(inside, grad_logprobs, 0) / temperature
     factor = -grad_logprobs[:, None] / temperature

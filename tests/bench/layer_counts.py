@@ -1,7 +1,7 @@
 """Kernels and bytes of a layer, the LM head and a microbatch on GPUs and NPUs, counted at real size without one.
 
-    python -m tests.bench.layer_counts                                # all but fla's on NPUs, which are those of the file
-    PYTHONPATH=/tmp/fla python -m tests.bench.layer_counts            # fla's too, see npu_launches.py
+    python -m tests.bench.layer_counts                        # all but fla's on NPUs, which are those of the file
+    PYTHONPATH=/tmp/fla python -m tests.bench.layer_counts    # fla's too, see npu_launches.py
 
 The application's policies of Qwen3-4B and Qwen3.5-9B run a layer of each kind on meta tensors: transformers' modules,
 one sequence of 8,192 tokens in bfloat16. A kernel is an operator of torch that is no view, a fused operator of

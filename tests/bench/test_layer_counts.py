@@ -4,8 +4,16 @@ import json
 from typing import Any
 
 import pytest
+import torch
 
 from app.config.device import DeviceKind
+from app.config.trainer import Compile
+from app.device import device_of
+from app.device.torchvision_shim import transformers
+from app.model.attention import PACKED, register_packed
+from app.model.kernels import kernels_of
+from app.model.packing import Packing
+from app.model.policy import PolicyModel
 from tests.bench.layer_counts import (
     COMPILED,
     EAGER,
@@ -17,6 +25,7 @@ from tests.bench.layer_counts import (
     OUT,
     WAYS,
     Layers,
+    config_of,
     fla_launches,
     total,
 )
@@ -87,3 +96,27 @@ def test_the_loop_of_linear_attention_launches_more_than_ten_times_the_kernels()
         sums = RECORDED[kind.value]["models"]["Qwen3.5-9B"]["microbatch"]
         assert sums[LOOP]["kernels"] > 150_000
         assert sums[LOOP]["kernels"] > 10 * sums[eager]["kernels"] > 10 * sums[fused]["kernels"]
+
+
+@pytest.mark.cuda
+def test_a_compiled_layer_on_a_device_launches_half_the_kernels_of_an_eager_one() -> None:
+    """Graphs have more kernels than one; attention and products have one or two each."""
+    auto, launched = transformers(), []
+    register_packed()
+    for setting in (Compile.off, Compile.on):
+        torch.manual_seed(0)
+        with torch.device("cuda"):
+            config = config_of("Qwen3-4B")
+            causal_lm = auto.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=PACKED)
+            policy = PolicyModel(causal_lm, {}, kernels_of(device_of(DeviceKind.cuda), setting))
+            decoder: Any = policy.causal_lm.get_decoder()
+            hidden = torch.randn(1, 1024, config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+            angles = decoder.rotary_emb(hidden, torch.arange(1024)[None])
+        packing = Packing.of([0, 700, 1024], "cuda")
+        for _ in range(3):
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+                out = decoder.layers[0](hidden, position_embeddings=angles, attention_mask=None, packing=packing)
+                out.sum().backward()
+                torch.cuda.synchronize()
+        launched.append(sum(each.count for each in profile.key_averages() if each.device_type.name == "CUDA"))
+    assert launched[1] < launched[0] / 2, launched

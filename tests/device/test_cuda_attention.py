@@ -1,6 +1,5 @@
 """The fastest implementation of FlashAttention is used, among those that equal torch's default one on every rank."""
 
-from collections.abc import Callable
 from math import inf
 from pathlib import Path
 from typing import Any

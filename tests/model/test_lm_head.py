@@ -153,3 +153,27 @@ def test_gradients_are_added_in_place_and_equal_those_that_autograd_adds() -> No
     ours, places = twice(adds_to_grad=True)
     assert places[0] == places[1]
     torch.testing.assert_close(ours, twice(adds_to_grad=False)[0], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.cuda
+def test_a_compiled_head_on_a_device_keeps_its_products_alone_and_adds_exactly() -> None:
+    tokens, vocabulary, width, chunk = 8192, 2**15, 256, 4096
+    torch.manual_seed(0)
+    hidden, weight = (
+        torch.randn(rows, width, device="cuda", dtype=torch.bfloat16) / 8 for rows in (tokens, vocabulary)
+    )
+    targets = torch.randint(vocabulary, (tokens,), device="cuda")
+    found = []
+    for compiled in (False, True, True):  # once more without the compiler's own allocations
+        leaf = weight.clone().requires_grad_()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        logprobs, _ = token_logprobs(hidden, leaf, targets, 1.0, chunk_tokens=chunk, compiled=compiled)
+        logprobs.sum().backward()
+        assert leaf.grad is not None
+        found.append((leaf.grad.double(), torch.cuda.max_memory_allocated() - before))
+
+    (eager, _), _, (gradient, peak) = found
+    assert adds_products("cuda", torch.bfloat16)
+    assert ((gradient - eager).norm() / eager.norm()).item() < 0.01
+    assert peak < 2 * 1.25 * chunk * vocabulary  # bytes: products in 16 bits, and sums that are far smaller
