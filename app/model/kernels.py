@@ -175,7 +175,8 @@ def _replace_attention(attention: Any, rotated: Callable[..., Any], gated: Calla
         **options: Any,
     ) -> tuple[Tensor, None]:
         width = attention.head_dim
-        query, gate = attention.q_proj(hidden_states).unflatten(-1, (-1, parts * width)), None
+        gate: Tensor | None = None
+        query = attention.q_proj(hidden_states).unflatten(-1, (-1, parts * width))
         key, value = (each(hidden_states).unflatten(-1, (-1, width)) for each in (attention.k_proj, attention.v_proj))
         if parts == 2:
             query, gate = query.chunk(2, dim=-1)
