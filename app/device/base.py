@@ -161,8 +161,9 @@ class Device:
     elementwise: Elementwise | None = None  # None: norms, MLPs and rotary embeddings are transformers' own
     head_chunk: int = 2**26  # logits that the trainer's LM head computes at once
     head_vocabulary: int | None = None  # entries of the vocabulary among them, at most; None: all
-    # Switches torch's varlen attention to faster kernels for heads of this width, and returns their name.
-    activate_attention: Callable[[int], str | None] | None = None
+    # Switches torch's varlen attention to its fastest kernels for (heads, heads of keys, their width), the same on all
+    # ranks, and returns their name.
+    activate_attention: Callable[[tuple[int, int, int]], str] | None = None
     # Distribution with kernels that train linear attention. None: transformers computes it in a loop over chunks.
     linear_attention: str | None = None
     linear_kernels: LinearKernels | None = None  # of that distribution

@@ -1,18 +1,19 @@
 """Kernels of a policy on its device: its own attention, the size of the LM head's chunks, compiled parts.
 
-torch compiles the parts that it otherwise computes in many passes over memory: the norms, the gates of the MLPs, and
-the LM head's loss of a chunk's logits. Each of them takes tensors only, so that packed sequences of any lengths share
-one graph per shape of the model. FSDP2's hooks stay outside: they run around `forward`, which is what is compiled.
+torch compiles the parts that it otherwise computes in many passes over memory: the norms, the gates of the MLPs, the
+rotary embeddings with the norms of queries and keys, the output gate of attention, and the LM head's loss of a chunk's
+logits. Each of them takes tensors only, so that packed sequences of any lengths share one graph per shape of the model.
+FSDP2's hooks stay outside: they run around a module's `forward`, and what is compiled is in it.
 
-A device that does not compile may have fused operators for the same parts and for rotary embeddings. What is compiled
-is not fused.
+A device that does not compile may have fused operators for norms, MLPs and rotary embeddings. What is compiled is not
+fused.
 """
 
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
-from types import FunctionType, MethodType
+from functools import cache, partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -21,19 +22,21 @@ from torch import Tensor, nn
 from app.config.trainer import Compile
 from app.device import Device
 from app.device.base import Elementwise, LinearKernels
-from app.model.attention import SILU, VarlenKernel
+from app.model.attention import SILU, VarlenKernel, packed
 
 NORM, GATED_NORM = "RMSNorm", "RMSNormGated"
 MLP = "MLP"
-# Families whose modules fused operators replace: what they compute is the same in transformers 5.12 to 5.23.
+ATTENTION = "Attention"
+# Families whose MLPs and attention have a forward of ours: what they compute is the same in transformers 5.12 to 5.23.
 FUSED_FAMILIES = tuple(
     f"transformers.models.{family}.modeling_{family}" for family in ("llama", "qwen2", "qwen3", "qwen3_5")
 )
 ZERO_CENTERED = "Qwen3_5RMSNorm"  # scales by 1 + weight
-ROTARY = "apply_rotary_pos_emb"
+OUTPUT_GATED = "Qwen3_5Attention"  # its queries' projection has a gate beside each query
 # Graphs of one function: the norms of a class share theirs, and differ in rank, strides, gradients and FSDP's classes.
 # Above the limit torch computes eagerly, and a recomputation may take another way than its forward pass.
 RECOMPILE_LIMIT = 64
+COMPILED_BYTES = 8  # of a compiled head's chunk for each of its `head_chunk` logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,17 +47,23 @@ class Kernels:
     linear: LinearKernels | None = None  # the device's own of linear attention; None: transformers' reference
     head_chunk: int = 2**21  # logits that the LM head computes at once
     head_vocabulary: int | None = 1024  # entries of the vocabulary among them, at most; None: all
-    compiled: bool = False  # whether torch compiles the norms, the MLPs' gates and the head's loss
+    compiled: bool = False  # whether torch compiles what is elementwise, norms and the head's loss
     elementwise: Elementwise | None = None  # the device's own operators for norms, MLPs and rotary embeddings
 
 
 CPU_KERNELS = Kernels()
 
 
-def chunk_shape(kernels: Kernels, vocabulary: int) -> tuple[int, int]:
-    """Return the tokens and the entries of the vocabulary of one chunk of the LM head."""
-    columns = min(vocabulary, kernels.head_vocabulary or vocabulary)
-    return max(1, kernels.head_chunk // columns), columns
+def chunk_shape(kernels: Kernels, head: Tensor) -> tuple[int, int]:
+    """Return the tokens and the entries of the vocabulary of one chunk of an LM head [V, D].
+
+    Each chunk of tokens reads and writes the head's gradient once. Compiled, the products of a chunk are its only
+    tensor: in eight bytes a logit, fewer than the float32 tensors would have, a chunk has four times the tokens.
+    """
+    columns = min(len(head), kernels.head_vocabulary or len(head))
+    alone = kernels.compiled and kernels.head_vocabulary is None
+    chunk = kernels.head_chunk * (COMPILED_BYTES // head.element_size() if alone else 1)
+    return max(1, chunk // columns), columns
 
 
 def kernels_of(device: Device, compiled: Compile) -> Kernels:
@@ -72,16 +81,23 @@ def kernels_of(device: Device, compiled: Compile) -> Kernels:
 
 
 def compile_elementwise(decoder: nn.Module) -> None:
-    """Compile the norms of a decoder and the gates of its MLPs. Modules of one class share their graphs.
+    """Compile the elementwise parts and norms of a decoder. Modules of one class share their graphs.
 
     Products inside of a graph are recomputed whatever is kept, as those of families whose whole MLPs are compiled.
     """
+    inner: set[nn.Module] = set()  # norms of queries and keys, which are in the graph of the rotary embeddings
     for module in decoder.modules():
         name = type(module).__name__
+        known = type(module).__module__ in FUSED_FAMILIES
         fused = type(module).__module__.startswith("fla.")  # a kernel already, in some versions of transformers
+        if module in inner:
+            continue
         if name.endswith((NORM, GATED_NORM)) and not fused:
             module.forward = _compiled(module.forward)
-        elif name.endswith(MLP) and type(module).__module__ in FUSED_FAMILIES:
+        elif name.endswith(ATTENTION) and known:
+            _replace_attention(module, _compiled(MethodType(_normed_and_rotated, module)), compiled_once(_gated))
+            inner.update(module.children())
+        elif name.endswith(MLP) and known:
             _compile_gate(module)
         elif name.endswith(MLP) and not fused:
             module.forward = _compiled(module.forward)
@@ -116,8 +132,8 @@ def fuse_elementwise(decoder: Any, fused: Elementwise) -> None:
             _fuse_norm(module, fused, zero_centered=name == ZERO_CENTERED)
         elif name.endswith(MLP) and decoder.config.hidden_act in SILU:
             _fuse_mlp(module, fused)
-        elif name.endswith("Attention"):
-            _fuse_rotary(module, fused)
+        elif name.endswith(ATTENTION):
+            _replace_attention(module, partial(_normed_and_rotated, module, rotate=fused.rotate), _gated)
 
 
 def _fuse_norm(norm: Any, fused: Elementwise, *, zero_centered: bool) -> None:
@@ -146,25 +162,71 @@ def _fuse_mlp(mlp: Any, fused: Elementwise) -> None:
     mlp.forward = forward
 
 
-def _fuse_rotary(attention: Any, fused: Elementwise) -> None:
-    def rotated(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-        # By token, as the attention kernel takes it: by head, it would have to copy queries and keys.
-        by_token, width = heads.transpose(1, 2), cosines.shape[-1]
-        angles = (cosines.unsqueeze(2), sines.unsqueeze(2))
+def _replace_attention(attention: Any, rotated: Callable[..., Any], gated: Callable[..., Any]) -> None:
+    """Let these functions compute what is around the attention of a module.
+
+    Queries and keys stay [1, T, heads, D], as kernels of attention take them: by head they would be copied.
+    """
+
+    def forward(
+        hidden_states: Tensor,  # [1, T, C]
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None = None,
+        **options: Any,
+    ) -> tuple[Tensor, None]:
+        width = attention.head_dim
+        gate: Tensor | None = None
+        query = attention.q_proj(hidden_states).unflatten(-1, (-1, parts * width))
+        key, value = (each(hidden_states).unflatten(-1, (-1, width)) for each in (attention.k_proj, attention.v_proj))
+        if parts == 2:
+            query, gate = query.chunk(2, dim=-1)
+
+        query, key = rotated(query, key, *position_embeddings)
+        heads = (each.transpose(1, 2) for each in (query, key, value))
+        options |= {"scaling": attention.scaling, "sliding_window": getattr(attention, "sliding_window", None)}
+        mixed, _ = packed(attention, *heads, attention_mask, **options)
+        if gate is not None:
+            mixed = gated(mixed, gate)
+
+        return attention.o_proj(mixed.flatten(2)), None
+
+    parts = 1 + (type(attention).__name__ == OUTPUT_GATED)
+    attention.forward = forward
+
+
+def _by_halves(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """Rotary embedding in torch."""
+    first, second = heads.chunk(2, dim=-1)
+    return heads * cosines + torch.cat((-second, first), dim=-1) * sines
+
+
+def _normed_and_rotated(
+    attention: Any,
+    query: Tensor,  # [1, T, H, D]
+    key: Tensor,  # [1, T, K, D]
+    cosines: Tensor,  # [1, T, R] for the first R channels of each head
+    sines: Tensor,  # [1, T, R]
+    rotate: Callable[[Tensor, Tensor, Tensor], Tensor] = _by_halves,
+) -> tuple[Tensor, ...]:
+    """Normalize queries and keys if the model does, and apply rotary embeddings to them."""
+    if hasattr(attention, "q_norm"):
+        query = attention.q_norm(query)
+        key = attention.k_norm(key)
+
+    width = cosines.shape[-1]
+    angles = cosines.unsqueeze(2), sines.unsqueeze(2)
+    found = []
+    for heads in (query, key):
         if width == heads.shape[-1]:
-            return fused.rotate(by_token, *angles).transpose(1, 2)
-        turning, still = by_token.split((width, heads.shape[-1] - width), dim=-1)
-        return torch.cat((fused.rotate(turning, *angles), still), dim=-1).transpose(1, 2)
+            found.append(rotate(heads, *angles))
+            continue
+        turning, still = heads.split((width, heads.shape[-1] - width), dim=-1)
+        found.append(torch.cat((rotate(turning, *angles), still), dim=-1))
+    return tuple(found)
 
-    def apply(query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor) -> tuple[Tensor, Tensor]:
-        return rotated(query, cosines, sines), rotated(key, cosines, sines)
 
-    # transformers looks the function up in its module, which the other models of the process share. So this module's
-    # forward is the same code with names of its own.
-    forward = inspect.unwrap(type(attention).forward)
-    names = {**forward.__globals__, ROTARY: apply}
-    own = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
-    attention.forward = MethodType(own, attention)
+def _gated(mixed: Tensor, gate: Tensor) -> Tensor:
+    return mixed * torch.sigmoid(gate)
 
 
 @cache

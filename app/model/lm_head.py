@@ -15,6 +15,7 @@ With p = softmax(z), z = h·Wᵀ / temperature, y the target and H the entropy o
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -186,7 +187,7 @@ def _logits_gradient(
     grad_entropy: Tensor | None,  # [C]
     temperature: float,
 ) -> Tensor:
-    """Gradient with respect to the products of hidden states and head: [C, W] in their dtype."""
+    """Gradient with respect to the products: [C, W] in their dtype; compiled, in their place."""
     inside, index = _inside(targets, products.shape[1])
     of_target = torch.where(inside, grad_logprobs, 0) / temperature
     factor = -grad_logprobs[:, None] / temperature
@@ -198,6 +199,12 @@ def _logits_gradient(
         probabilities = torch.exp(logs, out=scratch)
         of_entropy = logs.add_(entropy[:, None]).mul_(grad_entropy[:, None] / -temperature)
         gradient = probabilities.mul_(of_entropy.add_(factor))
+
+    if torch.compiler.is_compiling():
+        # One pass from the products to the gradient: a scatter would have it written in float32 before.
+        column = torch.arange(products.shape[1], device=products.device)
+        gradient = gradient + torch.where(column == targets[:, None], of_target[:, None], 0)
+        return products.copy_(gradient)
     return gradient.scatter_add_(1, index[:, None], of_target[:, None]).to(products.dtype)
 
 
@@ -250,15 +257,33 @@ class _Sum:
         return None if self.leaf is not None else self.total.to(self.dtype)
 
     def add_product(self, rows: slice, left: Tensor, right: Tensor, *, first: bool) -> None:
-        """`total[rows] += left @ right`, or `=` for the first product. No temporary if the dtypes are equal."""
+        """`total[rows] += left @ right`, or `=` for the first product.
+
+        There is no temporary if the dtypes are equal, or the device can add products to a sum of another dtype.
+        """
         total = self.total[rows]
         first = first and not self.begun
+        beta = 0 if first else 1
         if total.dtype == right.dtype:
-            total.addmm_(left, right, beta=0 if first else 1)
+            total.addmm_(left, right, beta=beta)
+        elif adds_products(total.device.type, right.dtype):
+            torch.ops.aten.addmm.dtype_out(total, left, right, total.dtype, beta=beta, out=total)
         elif first:
             total.copy_(left @ right)
         else:
             total += left @ right
+
+
+@cache
+def adds_products(device: str, dtype: torch.dtype) -> bool:
+    """Whether this torch adds matrix products of 16 bits to a float32 sum on a device of this type."""
+    total, factor = torch.zeros(16, 16, device=device), torch.zeros(16, 16, device=device, dtype=dtype)
+    try:
+        torch.ops.aten.addmm.dtype_out(total, factor, factor, total.dtype, beta=1, out=total)
+    # The operator is CUDA's alone, and no version says which dtypes it takes.
+    except (AttributeError, NotImplementedError, RuntimeError):
+        return False
+    return True
 
 
 def _wide(hidden: Tensor) -> torch.dtype:

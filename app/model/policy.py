@@ -54,9 +54,11 @@ class PolicyModel(nn.Module):
         return self.causal_lm.get_decoder().layers
 
     @property
-    def head_dim(self) -> int:
-        """Width of an attention head."""
-        return getattr(self.config, "head_dim", None) or self.config.hidden_size // self.config.num_attention_heads
+    def heads(self) -> tuple[int, int, int]:
+        """Attention heads of queries, of keys and values, and their width."""
+        number = self.config.num_attention_heads
+        shared = getattr(self.config, "num_key_value_heads", None) or number
+        return number, shared, getattr(self.config, "head_dim", None) or self.config.hidden_size // number
 
     def forward(
         self,
@@ -89,7 +91,7 @@ class PolicyModel(nn.Module):
         ).last_hidden_state
 
         head = self.causal_lm.lm_head.weight
-        tokens, columns = chunk_shape(self.kernels, head.shape[0])
+        tokens, columns = chunk_shape(self.kernels, head)
         return token_logprobs(
             hidden.squeeze(0).index_select(0, logit_positions),
             head,

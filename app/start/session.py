@@ -5,7 +5,7 @@ weight sync) are restarted when the trainer is lost.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -70,7 +70,7 @@ class RolloutWorkers:
     pool: EnginePool
     supervisor: EngineSupervisor
     rollouter: Rollouter
-    status: Callable[[str], None]
+    recorder: StatusRecorder
     teacher: EngineSupervisor | None = None  # of the engine of `teacher.path`
 
     @property
@@ -95,7 +95,7 @@ class RolloutWorkers:
         finally:
             showing.cancel()
             await asyncio.gather(showing, return_exceptions=True)
-        self.status(f"{plural(len(engines), 'engine')} ready")
+        self.recorder.status(f"{plural(len(engines), 'engine')} ready")
 
     async def _show_phases(self) -> None:
         """Show each phase of `EngineStart` once all engines have reached it, until cancelled or an engine is lost."""
@@ -106,7 +106,7 @@ class RolloutWorkers:
             slowest = min(order.index(phase) for phase in phases)
             if slowest > reached:
                 reached = slowest
-                self.status(f"{plural(len(phases), 'engine')}: {order[slowest].value}")
+                self.recorder.status(f"{plural(len(phases), 'engine')}: {order[slowest].value}")
             await asyncio.sleep(PHASE_POLL_INTERVAL_S)
 
 
@@ -185,7 +185,7 @@ async def start_rollout_workers(
             scored_by = (await stack.enter_async_context(teacher_client)).score
 
         rollouter = Rollouter(pool, scorer, inputs.tokenizer, recorder.timeline, config.recovery, episodes, scored_by)
-        yield RolloutWorkers(config, inputs, device_placement, pool, supervisor, rollouter, recorder.status, teachers)
+        yield RolloutWorkers(config, inputs, device_placement, pool, supervisor, rollouter, recorder, teachers)
 
 
 async def _start_environments(
@@ -250,9 +250,11 @@ async def _start_on_shared_devices(
 
 
 async def _set_up(device: Device, trainer: RemoteTrainer, workers: RolloutWorkers) -> None:
-    await trainer.setup()
+    attention = await trainer.setup()
+    if attention is not None:
+        workers.recorder.note(f"attention kernels: {attention}", {"attention_kernels": attention})
     await trainer.attach(OFFLOAD, partial(make_offload, moves=device.shares_memory))
-    workers.status("trainer ready")
+    workers.recorder.status("trainer ready")
 
 
 async def _end_engines(pool: EnginePool) -> None:

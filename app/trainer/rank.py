@@ -111,6 +111,7 @@ class TrainerRank:
         self.rank = rank
         self.device = device_of(spec.device)
         self.accelerator: Any = None  # torch's module of the device type, from `setup` on; None on a CPU
+        self.attention: str | None = None
         self.extensions: dict[str, Any] = {}
         self.offloaded: set[TrainerMemory] = set()
         self._rendezvous: socket.socket | None = None  # of rank 0
@@ -128,8 +129,11 @@ class TrainerRank:
             self._port = self._rendezvous.getsockname()[1]
         return address, self._port
 
-    def setup(self, address: str, port: int) -> None:
-        """Join the process group at this address of rank 0, load the model and make the step. A collective."""
+    def setup(self, address: str, port: int) -> str | None:
+        """Join the process group at this address of rank 0, load the model and make the step. A collective.
+
+        Returns the attention kernels where the device has a choice of them.
+        """
         gc.disable()  # before 4,000 modules are imported
         self._select_device()
         self._join_process_group(address, port)
@@ -139,6 +143,7 @@ class TrainerRank:
         # Ranks collect at the same time in `begin_step` and between microbatches: no pause of one stalls the others.
         gc.collect()
         gc.freeze()  # exempts today's objects from later collections
+        return self.attention
 
     def _select_device(self) -> None:
         """Seed the random number generators and select this rank's device."""
@@ -214,8 +219,7 @@ class TrainerRank:
 
         self.model = load_policy()
         if self.device.activate_attention is not None and self.spec.dtype is Dtype.bfloat16:
-            used = self.device.activate_attention(self.model.head_dim)
-            log.info("attention kernels: %s", used or "torch's default")
+            self.attention = self.device.activate_attention(self.model.heads)
 
         # A model of its own. With adapters, the policy without them is the reference.
         copies = self.spec.reference and not self.spec.lora.enabled

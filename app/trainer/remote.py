@@ -66,9 +66,9 @@ class RemoteTrainer:
         self.calls = 0
         self.broken: str | None = None  # why no further call is possible
 
-    async def setup(self) -> None:
-        """Join the ranks and load the model."""
-        await self._each(TrainerRank.setup, *await self.source())
+    async def setup(self) -> str | None:
+        """Join the ranks and load the model. Returns the attention kernels where the device has a choice of them."""
+        return (await self._each(TrainerRank.setup, *await self.source()))[0]
 
     async def source(self) -> tuple[str, int]:
         """Wait until Ray has started all ranks; return the address of rank 0 and the port of the rendezvous there."""

@@ -93,7 +93,8 @@ class ModelFlops:
         layer_types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
         full_layers = sum(layer_type != LINEAR_ATTENTION for layer_type in layer_types)
         # Two products of T × T / 2 × width.
-        attention = 2.0 * full_layers * config.num_attention_heads * model.head_dim
+        heads, _, width = model.heads
+        attention = 2.0 * full_layers * heads * width
 
         forward = Cost(2.0 * sum(each.numel() for each in matrices), 2.0 * head.numel(), attention)
         both = Cost(

@@ -134,7 +134,7 @@ def measure(case: Case, kind: str, folder: Path) -> dict[str, Any]:
         kernels=kernels if case.kernels else replace(kernels, linear=None),
         activation_checkpointing=case.recompute,
     )
-    attention = device.activate_attention(policy.head_dim) if device.activate_attention else None
+    attention = device.activate_attention(policy.heads) if device.activate_attention else None
     optimizer = PolicyOptimizer(
         policy.parameters(), TrainerConfig(optimizer=Optimizer.sgd), fused=device.fused_optimizer
     )

@@ -70,11 +70,18 @@ class KernelCounts(TorchDispatchMode):
     def found(self) -> dict[str, Any]:
         return {"kernels": self.kernels, "bytes": self.bytes, "names": dict(sorted(self.names.items()))}
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled parts stay compiled beside this mode."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
         name = func._schema.name.split("::")[1]
         if name not in VIEWS and not name.startswith(ALLOCATIONS):
-            tensors = [each for each in tree_leaves((args, kwargs, out)) if isinstance(each, Tensor)]
+            read = {key: value for key, value in kwargs.items() if key != "out"}
+            tensors = [each for each in tree_leaves((args, read, out)) if isinstance(each, Tensor)]
             if max((each.numel() for each in tensors), default=0) >= self.smallest:
                 self.add(name, sum(map(bytes_of, tensors)))
         return out

@@ -42,12 +42,18 @@ def test_auto_compiles_on_cuda_only_and_npus_fuse_where_nothing_is_compiled(
 
 
 def test_chunks_of_the_head_are_larger_where_a_device_has_room() -> None:
+    """And compiled ones, of which the products alone are kept, in 16 bits."""
     kernels = [kernels_of(device_of(kind), Compile.auto) for kind in DeviceKind]
-    assert [chunk_shape(each, 2**17) for each in kernels] == [(2**11, 2**10), (2**10, 2**17), (2**9, 2**17)]
-    assert [chunk_shape(each, 2**6) for each in kernels] == [(2**15, 2**6), (2**21, 2**6), (2**20, 2**6)]
+    large, small = (torch.empty(size, 8, dtype=torch.bfloat16, device="meta") for size in (2**17, 2**6))
+    assert [chunk_shape(each, large) for each in kernels] == [(2**11, 2**10), (2**12, 2**17), (2**9, 2**17)]
+    assert [chunk_shape(each, small) for each in kernels] == [(2**15, 2**6), (2**23, 2**6), (2**20, 2**6)]
+    eager = kernels_of(device_of(DeviceKind.cuda), Compile.off)
+    assert chunk_shape(eager, large) == (2**10, 2**17)
+    assert chunk_shape(kernels[1], large.float()) == (2**11, 2**17)
 
 
-def test_norms_gated_norms_and_the_gates_of_mlps_are_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_norms_rotary_embeddings_and_gates_are_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norms of queries and keys in the graph of their rotary embeddings."""
     made: list[Any] = []
 
     def compiling(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -56,10 +62,16 @@ def test_norms_gated_norms_and_the_gates_of_mlps_are_compiled(tmp_path: Path, mo
 
     monkeypatch.setattr("app.model.kernels._compiled", compiling)
     policy = load(save_qwen35(tmp_path), mesh=None, device="cpu", kernels=COMPILED)
-    compiled = {type(each).__name__ for each in policy.modules() if isinstance(each.forward, partial)}
-    assert compiled == {"Qwen3_5RMSNorm", "Qwen3_5RMSNormGated"}
-    gates = [each.__self__ for each in made if each.__name__ == "_gate"]
-    assert gates == [each for each in policy.modules() if type(each).__name__ == "Qwen3_5MLP"]
+    compiled = {name.split(".")[-1] for name, each in policy.named_modules() if isinstance(each.forward, partial)}
+    assert compiled == {"input_layernorm", "post_attention_layernorm", "norm"}
+
+    def within(name: str) -> list[Any]:
+        return [each.__self__ for each in made if each.__name__ == name]
+
+    assert within("_gate") == [each for each in policy.modules() if type(each).__name__ == "Qwen3_5MLP"]
+    assert within("_normed_and_rotated") == [
+        each for each in policy.modules() if type(each).__name__.endswith("Attention")
+    ]
 
 
 def outcome(

@@ -1,12 +1,14 @@
 """The chunked LM head against full logits in float64."""
 
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor
 
-from app.model.lm_head import token_logprobs
+from app.model.lm_head import adds_products, token_logprobs
+from tests.bench.kernel_counts import KernelCounts
 
 TOKENS, WIDTH, VOCABULARY, TEMPERATURE = 13, 6, 29, 1.7
 
@@ -36,7 +38,12 @@ def test_logprobs_and_entropies_equal_a_loop_over_tokens(chunk_vocabulary: int |
 @pytest.mark.parametrize("chunk_tokens", [1, 4, 13, 100])
 @pytest.mark.parametrize("chunk_vocabulary", [None, 8])
 @pytest.mark.parametrize("terms", ["logprobs", "entropy", "both"])
-def test_gradients_equal_those_of_full_logits(chunk_tokens: int, chunk_vocabulary: int | None, terms: str) -> None:
+@pytest.mark.parametrize("compiling", [False, True])
+def test_gradients_equal_those_of_full_logits(
+    chunk_tokens: int, chunk_vocabulary: int | None, terms: str, compiling: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those of the way that is compiled, without the compiler."""
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
     generator = torch.Generator().manual_seed(1)
     grad_logprobs = torch.randn(TOKENS, generator=generator, dtype=torch.float64) * (terms != "entropy")
     grad_entropy = torch.randn(TOKENS, generator=generator, dtype=torch.float64) * (terms != "logprobs")
@@ -62,6 +69,43 @@ def test_gradients_equal_those_of_full_logits(chunk_tokens: int, chunk_vocabular
     (loss + entropies @ grad_entropy if terms == "both" else loss).backward()
     for ours, theirs in zip((hidden.grad, weight.grad), expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+@pytest.fixture
+def added() -> Iterator[list[int]]:
+    """A double of CUDA's product that is added to a float32 sum. Yields the rows of each."""
+    rows = []
+
+    def addmm(
+        total: Tensor, left: Tensor, right: Tensor, dtype: torch.dtype, *, beta: float = 1, out: Tensor
+    ) -> Tensor:
+        assert out is total
+        assert dtype == total.dtype == torch.float32
+        rows.append(len(total))
+        product = left.double() @ right.double()
+        return out.copy_(product + beta * total if beta else product)
+
+    adds_products.cache_clear()
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("addmm.dtype_out", addmm, "CPU")
+        yield rows
+    adds_products.cache_clear()
+
+
+def test_a_bf16_head_adds_its_products_in_place_where_a_device_can(added: list[int]) -> None:
+    """The sum over chunks is as exact as one product in float64, rounded once to bf16."""
+    hidden, weight, targets = inputs(torch.bfloat16)
+    logs = (hidden @ weight.T).double().log_softmax(dim=1)  # of the head's own products, in bf16
+    of_logits = torch.nn.functional.one_hot(targets, VOCABULARY) - logs.exp()
+    expected = of_logits.to(torch.bfloat16).double().T @ hidden.double()
+
+    logprobs, _ = token_logprobs(hidden, weight, targets, 1.0, chunk_tokens=4)
+    with KernelCounts() as counts:
+        logprobs.sum().backward()
+    assert added[-4:] == [VOCABULARY] * 4
+    assert counts.names["mm"] == 4  # the logits of the chunks alone
+    assert weight.grad is not None
+    torch.testing.assert_close(weight.grad, expected.to(torch.bfloat16), rtol=2**-8, atol=1e-6)
 
 
 def test_a_bf16_head_sums_its_gradient_in_float32() -> None:
@@ -109,3 +153,27 @@ def test_gradients_are_added_in_place_and_equal_those_that_autograd_adds() -> No
     ours, places = twice(adds_to_grad=True)
     assert places[0] == places[1]
     torch.testing.assert_close(ours, twice(adds_to_grad=False)[0], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.cuda
+def test_a_compiled_head_on_a_device_keeps_its_products_alone_and_adds_exactly() -> None:
+    tokens, vocabulary, width, chunk = 8192, 2**15, 256, 4096
+    torch.manual_seed(0)
+    hidden, weight = (
+        torch.randn(rows, width, device="cuda", dtype=torch.bfloat16) / 8 for rows in (tokens, vocabulary)
+    )
+    targets = torch.randint(vocabulary, (tokens,), device="cuda")
+    found = []
+    for compiled in (False, True, True):  # once more without the compiler's own allocations
+        leaf = weight.clone().requires_grad_()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        logprobs, _ = token_logprobs(hidden, leaf, targets, 1.0, chunk_tokens=chunk, compiled=compiled)
+        logprobs.sum().backward()
+        assert leaf.grad is not None
+        found.append((leaf.grad.double(), torch.cuda.max_memory_allocated() - before))
+
+    (eager, _), _, (gradient, peak) = found
+    assert adds_products("cuda", torch.bfloat16)
+    assert ((gradient - eager).norm() / eager.norm()).item() < 0.01
+    assert peak < 2 * 1.25 * chunk * vocabulary  # bytes: products in 16 bits, and sums that are far smaller

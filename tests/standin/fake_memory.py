@@ -324,7 +324,8 @@ def measure(case: Case) -> dict[str, int]:
     from app.trainer.optimizer import PolicyOptimizer
     from app.trainer.step import StepSettings, TrainStep
 
-    with fake_ranks(case.ranks) as mesh, FakeTensorMode(allow_non_fake_inputs=True), without_values():
+    adds = mock.patch("app.model.lm_head.adds_products", return_value=case.device == "cuda")
+    with fake_ranks(case.ranks) as mesh, FakeTensorMode(allow_non_fake_inputs=True), without_values(), adds:
         policy = build(case, mesh)
         fused = device_of(DeviceKind[case.device]).fused_optimizer
         optimizer = PolicyOptimizer(policy.parameters(), TrainerConfig(), fused=fused)
