@@ -91,10 +91,10 @@ async def _train(
     recorder: RunFolderRecorder,
     schedule: type[PlacementController] | None,
 ) -> None:
-    from app.mode.plan.memory import with_recomputation
+    from app.mode.plan.memory import with_memory_settings
 
     device = device_of(config.device.kind)
-    config = with_recomputation(config, device, architecture_of(config.model))
+    config = with_memory_settings(config, device, architecture_of(config.model))
     for sentence in idle_settings(config, given_settings()):
         recorder.warn(sentence)
     async with start_rollout_workers(config, device, folder, inputs, recorder) as workers:

@@ -7,6 +7,7 @@ Invariants:
 """
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -34,6 +35,8 @@ class PolicyModel(nn.Module):
         # Name of a `causal_lm` parameter → name in the checkpoint.
         self.checkpoint_names = dict(checkpoint_names)
         self.kernels = kernels
+        # FSDP2 gathers a module's parameters when the module is called.
+        causal_lm.lm_head.forward = partial(_head_logprobs, causal_lm.lm_head)
         if kernels.compiled:
             compile_elementwise(causal_lm.get_decoder())
         if kernels.elementwise is not None:
@@ -88,11 +91,10 @@ class PolicyModel(nn.Module):
             attention_kernel=self.kernels.attention,
         ).last_hidden_state
 
-        head = self.causal_lm.lm_head.weight
-        tokens, columns = chunk_shape(self.kernels, head.shape[0])
-        return token_logprobs(
+        head = self.causal_lm.lm_head
+        tokens, columns = chunk_shape(self.kernels, head.out_features)
+        logprobs, entropies = head(
             hidden.squeeze(0).index_select(0, logit_positions),
-            head,
             targets,
             temperature,
             entropy_gradient=entropy_gradient,
@@ -102,6 +104,11 @@ class PolicyModel(nn.Module):
             # FSDP2 takes the gradients of gathered parameters from autograd.
             adds_to_grad=not isinstance(self, FSDPModule),
         )
+        return logprobs, entropies
+
+
+def _head_logprobs(head: nn.Module, hidden: Tensor, *rest: Any, **chunks: Any) -> tuple[Tensor, Tensor]:
+    return token_logprobs(hidden, head.weight, *rest, **chunks)
 
 
 def named_checkpoint_tensors(model: PolicyModel) -> Iterator[tuple[str, Tensor]]:

@@ -1,5 +1,6 @@
 """A parameter that FSDP2 may have sharded: the whole tensor, or this rank's rows."""
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
@@ -12,6 +13,12 @@ def full_tensor(parameter: Tensor) -> Tensor:
 def local_shard(parameter: Tensor) -> Tensor:
     """Return this rank's rows of a sharded parameter, or a plain one as it is."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def replicas(parameter: Tensor) -> int:
+    """Return how many ranks hold what this rank holds of a parameter: 1 unless the trainer has replicas."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    return ranks // (parameter.device_mesh.size() if isinstance(parameter, DTensor) else 1)
 
 
 def own_rows(parameter: DTensor) -> slice:
