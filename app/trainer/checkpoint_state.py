@@ -29,13 +29,12 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from app.errors import CheckpointError, one_line
 from app.model.policy import PolicyModel, named_trained_tensors
-from app.model.sharding import local_shard, replicas
+from app.model.sharding import local_shard, replica_mesh, replicas
 from app.trainer.host_state import HostCopier, read_rng, write_rng
 from app.trainer.optimizer import PolicyOptimizer
 from app.utils.files import ChecksumWriter
@@ -81,8 +80,7 @@ class RankState:
         if dist.is_initialized():
             shards = (parameter for parameter in model.parameters() if isinstance(parameter, DTensor))
             if (shard := next(shards, None)) is not None:
-                shape = (replicas(shard), shard.device_mesh.size())
-                self._host_mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards"))["shards"]
+                self._host_mesh, _ = replica_mesh("cpu", dist.get_world_size(), replicas(shard))
             self._process_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
 
     def host_copy(self, tensor: Tensor) -> Tensor:

@@ -192,17 +192,13 @@ class TrainerRank:
 
     def _load_models(self) -> None:
         import torch
-        from torch.distributed.device_mesh import init_device_mesh
 
         define_operators()
         from app.model.kernels import kernels_of
         from app.model.load import load
+        from app.model.sharding import replica_mesh
 
-        replicas = self.spec.trainer.replicas
-        shape = (replicas, self.spec.ranks // replicas)
-        ranks = init_device_mesh(self.device.torch_type, shape, mesh_dim_names=("replicas", "shards"))
-        mesh = ranks["shards"]
-        self.replica_group = ranks["replicas"].get_group() if replicas > 1 else None
+        mesh, self.replica_group = replica_mesh(self.device.torch_type, self.spec.ranks, self.spec.trainer.replicas)
         compute_dtype = getattr(torch, self.spec.dtype.name)
 
         def load_policy(param_dtype: torch.dtype = torch.float32) -> "PolicyModel":

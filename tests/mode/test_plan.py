@@ -71,6 +71,7 @@ def test_a_plan_that_does_not_fit_shows_what_would() -> None:
     line = ["model=hf", "model.path=Qwen/Qwen3-4B", "device=cuda"]
     assert "To make it fit" not in describe(composed(*line))
 
+    line.append("offload.optimizer=step")
     text = describe(composed(*line, "device.memory_gib=40", "trainer.activation_checkpointing=none"))
     assert re.search(r"^  trainer\.activation_checkpointing=all: peak [\d.]+ GiB, does not fit alone$", text, re.M)
     text = describe(composed(*line, "device.memory_gib=40"))
@@ -85,7 +86,7 @@ def test_a_plan_that_does_not_fit_shows_what_would() -> None:
 
 def test_a_plan_with_the_advised_settings_has_the_advised_peak() -> None:
     longer = ["rollout.max_completion_tokens=16384", "trainer.tokens_per_microbatch=18432"]
-    line = ["experiment=cuda1_colocate_4b", "device.memory_gib=64", *longer]
+    line = ["experiment=cuda1_colocate_4b", "device.memory_gib=64", "offload.optimizer=step", *longer]
     advice = describe(composed(*line)).partition("To make it fit")[2]
     shown = re.findall(r"^  (placement\S+|\S+ trainer\S+): peak ([\d.]+) GiB, (.*)$", advice, re.M)
     assert len(shown) == 3

@@ -8,12 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from app.config.model import LoraConfig
 from app.config.trainer import TrainerConfig
 from app.model.policy import named_trained_tensors
+from app.model.sharding import replica_mesh
 from app.trainer.checkpoint_state import RankState
 from app.weight_sync.buckets import Receivers
 from app.weight_sync.gather import gather_full
@@ -36,10 +37,8 @@ class Replicated:
     """A mesh of four ranks in this many replicas."""
 
     def __init__(self, replicas: int) -> None:
-        shape = (replicas, RANKS // replicas)
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards"))
-        self.mesh = mesh["shards"]
-        self.options = {"replica_group": mesh["replicas"].get_group() if replicas > 1 else None}
+        self.mesh, process_group = replica_mesh("cpu", RANKS, replicas)
+        self.options = {"replica_group": process_group}
 
 
 def played(_mesh: DeviceMesh, path: Path, folder: Path, scenarios: dict[str, Scenario]) -> dict[str, Any]:
