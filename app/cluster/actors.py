@@ -13,6 +13,7 @@ import ray
 from app.cluster.placement_group import DevicePlacement
 from app.config import RunConfig
 from app.config.device import DeviceKind
+from app.config.offload import OptimizerOffload
 from app.config.placement import PlacementKind
 from app.config.weight_sync import TransportKind, transport_of
 from app.device import Device, Fork
@@ -178,6 +179,7 @@ def make_trainer(
         seed=config.seed,
         logs=run_folder / "logs",
         profile_steps=tuple(config.trainer.profile_steps),
+        moments_on_host=config.offload.optimizer is OptimizerOffload.update and device.shares_memory,
         lora=config.model.lora,
         teacher=config.teacher,
         environment=trainer_environment(config, device),

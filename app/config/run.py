@@ -205,6 +205,9 @@ class RunConfig:
         key = "placement.devices" if colocated else "placement.rollout_devices"
         accepted = f"a divisor of {key}={devices}, such as {math.gcd(devices, width)}"
         expect(devices % width == 0, "rollout.tensor_parallel", width, accepted)
+        ranks, replicas = self.placement.trainer_ranks, self.trainer.replicas
+        accepted = f"a divisor of the trainer's {ranks} ranks, such as {math.gcd(ranks, replicas)}"
+        expect(ranks % replicas == 0, "trainer.replicas", replicas, accepted)
 
         streams = not colocated and self.algorithm.updates_per_step == 1
         accepted = "auto or off, but with placement=fully_async and algorithm.updates_per_step=1"

@@ -63,6 +63,12 @@ class TrainerConfig:
         "How much of each layer the backward pass recomputes: none, all, all but attention (attention), or all but "
         "attention and matrix products (matmuls); auto is the least that leaves a tenth of the device's memory free.",
     )
+    replicas: int = setting(
+        1,
+        "Copies of the sharded model (HSDP): each is sharded over trainer ranks / replicas consecutive ranks, such as "
+        "those of a machine, and only gradients are averaged over the copies, once in an update.",
+        at_least=1,
+    )
     compile: Compile = setting(
         Compile.auto, "torch.compile of norms, gates and the LM head's loss; auto compiles where a device gains by it."
     )

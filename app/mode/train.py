@@ -92,11 +92,11 @@ async def _train(
     recorder: RunFolderRecorder,
     schedule: type[PlacementController] | None,
 ) -> None:
-    from app.mode.plan.memory import with_recomputation
+    from app.mode.plan.memory import with_memory_settings
 
     device = device_of(config.device.kind)
     model = architecture_of(config.model)
-    config = with_recomputation(config, device, model)
+    config = with_memory_settings(config, device, model)
     in_flight = config.placement.in_flight_or_default(keeps_cache=model is not None and model.linear is None)
     config = replace(config, placement=replace(config.placement, in_flight=in_flight))
     for sentence in idle_settings(config, given_settings()):

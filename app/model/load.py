@@ -8,8 +8,8 @@ Invariants:
 - A missing or unexpected tensor is an error; nothing is initialized silently.
 - There is no dropout: two forwards of the same tokens give the same log-probabilities, and those of the engine.
 - The logits are exactly what the LM head returns: `PolicyModel` multiplies hidden states with its weight, nothing more.
-- A base model under adapters has no float32 master: its parameters have the compute dtype, except for the decays of
-  linear attention. Adapters are float32, and no checkpoint of a base model has them.
+- A base model under adapters, and a reference, has no float32 master: its parameters have the compute dtype, except
+  for the decays of linear attention. Adapters are float32, and no checkpoint of a base model has them.
 
 The order of the steps is TorchTitan's.
 """
@@ -89,8 +89,8 @@ def load(
     adapted = lora is not None and lora.enabled
     causal_lm = _on_meta(path, compute_dtype if adapted else param_dtype, trust_remote_code)
     _check_head(causal_lm, path)
+    _widen_decays(causal_lm)
     if lora is not None and adapted:
-        _widen_decays(causal_lm)
         add_adapters(causal_lm, lora)
     if activation_checkpointing is not Checkpointing.none:
         # Without dropout no layer of transformers draws random numbers; code from elsewhere may.
@@ -173,11 +173,12 @@ def _on_meta(path: Path, dtype: torch.dtype, trust_remote_code: bool) -> Any:
 
 
 def _widen_decays(causal_lm: Any) -> None:
-    """Make the decays of linear attention float32, as they are without adapters."""
+    """Make the decays of linear attention at least float32."""
     for module in causal_lm.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if name in FLOAT32_PARAMETERS:
-                setattr(module, name, nn.Parameter(parameter.detach().float()))
+                wide = torch.promote_types(parameter.dtype, torch.float32)
+                setattr(module, name, nn.Parameter(parameter.detach().to(wide)))
 
 
 def _disable_dropout(config: Any) -> None:

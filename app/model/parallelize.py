@@ -1,7 +1,9 @@
-"""Apply FSDP2 to a policy: one FSDP group per decoder layer, and one for the root.
+"""Apply FSDP2 to a policy: one FSDP group per decoder layer, one for each end of the model, and one for the root.
 
-    root group    embedding, final norm, LM head
+    embedding     gathered for its forward pass only: its backward pass reads no weight
     layer group   all parameters of a layer, gathered for its forward and backward pass
+    LM head       gathered from its forward to the end of its backward pass, which follows at once
+    root group    the final norm; with it embedding and head if they are one tensor, gathered for the whole pass
 
 One rank that computes in the dtype of its parameters keeps them as plain tensors: FSDP2 would copy each before use.
 
@@ -25,16 +27,23 @@ def parallelize(policy: PolicyModel, mesh: DeviceMesh, compute_dtype: torch.dtyp
 
     Args:
         policy: May be on the meta device.
-        mesh: FSDP2 shards over its last dimension, and replicates over the first of two.
+        mesh: The ranks over which FSDP2 shards, in one dimension.
         compute_dtype: Dtype of the computation, except for the decays of linear attention. Gradients are reduced in
-            float32.
+            float32, those of float64 in that.
     """
     if mesh.size() == 1 and all(parameter.dtype == compute_dtype for parameter in policy.parameters()):
         return
 
-    precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    reduced = torch.promote_types(compute_dtype, torch.float32)
+    precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduced)
     for layer in policy.layers:
         _shard_layer(layer, mesh, precision)
+
+    embedding, head = policy.causal_lm.get_input_embeddings(), policy.causal_lm.lm_head
+    if head.weight is not embedding.weight:
+        fully_shard(embedding, mesh=mesh, mp_policy=precision)
+        embedding.set_unshard_in_backward(False)
+        fully_shard(head, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
     fully_shard(policy, mesh=mesh, mp_policy=precision)
 
 

@@ -7,6 +7,7 @@ Invariants:
 """
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -34,6 +35,8 @@ class PolicyModel(nn.Module):
         # Name of a `causal_lm` parameter → name in the checkpoint.
         self.checkpoint_names = dict(checkpoint_names)
         self.kernels = kernels
+        # FSDP2 gathers a module's parameters when the module is called.
+        causal_lm.lm_head.forward = partial(_head_logprobs, causal_lm.lm_head, kernels)
         if kernels.compiled:
             compile_elementwise(causal_lm.get_decoder())
         if kernels.elementwise is not None:
@@ -90,20 +93,25 @@ class PolicyModel(nn.Module):
             attention_kernel=self.kernels.attention,
         ).last_hidden_state
 
-        head = self.causal_lm.lm_head.weight
-        tokens, columns = chunk_shape(self.kernels, head)
-        return token_logprobs(
+        logprobs, entropies = self.causal_lm.lm_head(
             hidden.squeeze(0).index_select(0, logit_positions),
-            head,
             targets,
             temperature,
             entropy_gradient=entropy_gradient,
-            chunk_tokens=chunk_tokens or tokens,
-            chunk_vocabulary=columns,
-            compiled=self.kernels.compiled,
+            chunk_tokens=chunk_tokens,
             # FSDP2 takes the gradients of gathered parameters from autograd.
             adds_to_grad=not isinstance(self, FSDPModule),
         )
+        return logprobs, entropies
+
+
+def _head_logprobs(
+    head: nn.Module, kernels: Kernels, *inputs: Any, chunk_tokens: int | None, **options: bool
+) -> tuple[Tensor, Tensor]:
+    hidden, *rest = inputs
+    tokens, columns = chunk_shape(kernels, head.weight)
+    shape = {"chunk_tokens": chunk_tokens or tokens, "chunk_vocabulary": columns}
+    return token_logprobs(hidden, head.weight, *rest, **shape, compiled=kernels.compiled, **options)
 
 
 def named_checkpoint_tensors(model: PolicyModel) -> Iterator[tuple[str, Tensor]]:

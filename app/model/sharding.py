@@ -1,6 +1,8 @@
 """A parameter that FSDP2 may have sharded: the whole tensor, or this rank's rows."""
 
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 
@@ -12,6 +14,24 @@ def full_tensor(parameter: Tensor) -> Tensor:
 def local_shard(parameter: Tensor) -> Tensor:
     """Return this rank's rows of a sharded parameter, or a plain one as it is."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def replica_mesh(device_type: str, ranks: int, replicas: int) -> tuple[DeviceMesh, dist.ProcessGroup | None]:
+    """Return the mesh of the consecutive ranks of this rank's replica, and the group of those that hold its rows.
+
+    The group is None if there is one replica, whose mesh is that of all ranks. A collective.
+    """
+    if replicas == 1:
+        return init_device_mesh(device_type, (ranks,)), None
+    shape = (replicas, ranks // replicas)
+    mesh = init_device_mesh(device_type, shape, mesh_dim_names=("replicas", "shards"))
+    return mesh["shards"], mesh["replicas"].get_group()
+
+
+def replicas(parameter: Tensor) -> int:
+    """Return how many ranks hold what this rank holds of a parameter: 1 unless the trainer has replicas."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    return ranks // (parameter.device_mesh.size() if isinstance(parameter, DTensor) else 1)
 
 
 def own_rows(parameter: DTensor) -> slice:

@@ -12,25 +12,22 @@ Invariants:
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from app.errors import TrainerError
-from app.model.sharding import local_shard
 from app.trainer.checkpoint_state import reshard
+from app.trainer.host_state import HostCopy, storages_of
 from app.types import TrainerMemory
 
 if TYPE_CHECKING:
     from app.trainer.rank import TrainerRank
 
 log = logging.getLogger(__name__)
-# torch rounds pinned allocations up to a power of two; allocating in chunks bounds the waste.
-CHUNK_BYTES = 256 * 1024 * 1024
 # An engine's release may return before the device has the memory back.
 FREE_MEMORY_TIMEOUT_S = 60.0
 POLL_INTERVAL_S = 0.05
@@ -89,7 +86,7 @@ class Offload:
             self.rank.optimizer.zero_grad()
 
         # The optimizer has its state only after the first update.
-        storages = _storages(self._tensors(region))
+        storages = storages_of(self._tensors(region))
         copy = self._copies.get(region)
         if copy is None or not copy.fits(storages):
             if copy is not None:
@@ -126,7 +123,8 @@ class Offload:
         if region is TrainerMemory.parameters:
             yield from (*rank.model.parameters(), *rank.model.buffers())
         elif region is TrainerMemory.optimizer:
-            yield from (value for _, _, value in rank.optimizer.state())
+            if rank.optimizer.host is None:
+                yield from (value for _, _, value in rank.optimizer.state())
             if rank.reference is not None:
                 yield from (*rank.reference.parameters(), *rank.reference.buffers())
 
@@ -160,66 +158,3 @@ class Offload:
         yield
         seconds = time.perf_counter() - started
         log.info("%s %s: %.1f MiB in %.3f s", done, region.name, self._copies[region].bytes / 2**20, seconds)
-
-
-class HostCopy:
-    """Bytes of device storages in host memory: one storage after the other, in chunks of `CHUNK_BYTES`."""
-
-    def __init__(self, storages: Sequence[torch.UntypedStorage], *, pin: bool):
-        self._storages = {storage._cdata: storage for storage in storages}
-        self._sizes = {key: storage.nbytes() for key, storage in self._storages.items()}
-        starts = accumulate(self._sizes.values(), initial=0)
-        self._starts = dict(zip(self._sizes, starts, strict=False))
-        self.bytes = sum(self._sizes.values())
-        sizes = [min(CHUNK_BYTES, self.bytes - start) for start in range(0, self.bytes, CHUNK_BYTES)]
-        self._chunks = [torch.empty(size, dtype=torch.uint8, pin_memory=pin) for size in sizes]
-
-    def fits(self, storages: Sequence[torch.UntypedStorage]) -> bool:
-        return self._sizes == {storage._cdata: storage.nbytes() for storage in storages}
-
-    def copy_from_device(self) -> None:
-        """Copy all storages to the host. Asynchronous: synchronize the device afterwards."""
-        for key, storage in self._storages.items():
-            for host, device in self._pair_chunks(key, _bytes_of(storage)):
-                host.copy_(device, non_blocking=True)
-
-    def copy_to_device(self, allocate: Callable[[torch.UntypedStorage, int], None]) -> None:
-        """Copy all storages back after `allocate` gave each its bytes. Asynchronous, as above."""
-        for key, storage in self._storages.items():
-            allocate(storage, self._sizes[key])
-            for host, device in self._pair_chunks(key, _bytes_of(storage)):
-                device.copy_(host, non_blocking=True)
-
-    def contains(self, tensor: Tensor) -> bool:
-        return tensor.untyped_storage()._cdata in self._storages
-
-    def read(self, tensor: Tensor) -> Tensor:
-        """Return the content of a contained tensor as a new host tensor."""
-        key = tensor.untyped_storage()._cdata
-        content = torch.empty(self._sizes[key], dtype=torch.uint8)
-        for host, out in self._pair_chunks(key, content):
-            out.copy_(host)
-        view = torch.empty(0, dtype=tensor.dtype)
-        view.set_(content.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
-        return view.contiguous()
-
-    def _pair_chunks(self, key: int, content: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield (host bytes, the same bytes of `content`) until all of a storage is covered."""
-        done = 0
-        while done < content.numel():
-            chunk, offset = divmod(self._starts[key] + done, CHUNK_BYTES)
-            length = min(CHUNK_BYTES - offset, content.numel() - done)
-            yield self._chunks[chunk][offset : offset + length], content[done : done + length]
-            done += length
-
-
-def _storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
-    """Return the storages of local tensors, each once: tied parameters share theirs."""
-    storages = (local_shard(tensor).untyped_storage() for tensor in tensors)
-    return list({storage._cdata: storage for storage in storages}.values())
-
-
-def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
-    """Return a view of a storage, [bytes] uint8."""
-    view = torch.empty(0, dtype=torch.uint8, device=storage.device)
-    return view.set_(storage, 0, (storage.nbytes(),), (1,))

@@ -34,7 +34,8 @@ RESUMABLE = (
     "model.path", "model.chat_template", "placement.devices", "placement.trainer_devices", "placement.rollout_devices",
     "rollout.urls", "rollout.port", "rollout.memory_fraction", "rollout.max_inflight_groups", "rollout.stall_timeout_s",
     "rollout.start_timeout_s", "teacher.urls", "teacher.devices", "teacher.timeout_s", "trainer.compile",
-    "trainer.activation_checkpointing", "trainer.tokens_per_microbatch", "trainer.profile_steps", "trainer.timeout_s",
+    "trainer.activation_checkpointing", "trainer.tokens_per_microbatch", "trainer.profile_steps", "trainer.replicas",
+    "trainer.timeout_s",
 )  # fmt: skip
 EVALUABLE = (
     "data", "reward", "eval", "rollout", "device", "placement", "model.path", "tracking", "recovery", "cluster",

@@ -7,7 +7,7 @@
 Invariants:
 - The parameters are those that training changes: with adapters, the base model is not part of a checkpoint.
 - Tensors carry the names of the source checkpoint, adapters those of PEFT. torch.distributed.checkpoint shards them, so
-  any number of ranks can restore what any other number wrote.
+  any number of ranks can restore what any other number wrote. Of replicas, it writes each shard once.
 - `write` writes what `capture` copied, even if the parameters have changed since.
 - The background write has its own process group: its collectives must not interleave with training's. The idea is
   TorchTitan's.
@@ -29,13 +29,12 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from app.errors import CheckpointError, one_line
 from app.model.policy import PolicyModel, named_trained_tensors
-from app.model.sharding import local_shard
+from app.model.sharding import local_shard, replica_mesh, replicas
 from app.trainer.host_state import HostCopier, read_rng, write_rng
 from app.trainer.optimizer import PolicyOptimizer
 from app.utils.files import ChecksumWriter
@@ -74,15 +73,20 @@ class RankState:
         self.model = model
         self.optimizer = optimizer
         self.device = device
-        self.host_copy = HostCopier(device)
+        self._copier = HostCopier(device)
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self._captured: dict[str, Tensor] | None = None
         self._process_group: dist.ProcessGroup | None = None
         if dist.is_initialized():
             shards = (parameter for parameter in model.parameters() if isinstance(parameter, DTensor))
             if (shard := next(shards, None)) is not None:
-                self._host_mesh = init_device_mesh("cpu", tuple(shard.device_mesh.shape))
+                self._host_mesh, _ = replica_mesh("cpu", dist.get_world_size(), replicas(shard))
             self._process_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+
+    def host_copy(self, tensor: Tensor) -> Tensor:
+        """Return a copy of a local tensor in host memory. The optimizer's moments may be there already."""
+        kept = None if self.optimizer.host is None else self.optimizer.host.read(tensor)
+        return self._copier(tensor) if kept is None else kept
 
     @property
     def bytes(self) -> int:

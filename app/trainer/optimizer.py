@@ -11,7 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from app.config.trainer import Optimizer, Schedule, TrainerConfig
 from app.errors import RunError
-from app.model.sharding import local_shard
+from app.model.sharding import local_shard, replicas
+from app.trainer.host_state import HostTensors
 
 BETAS = (0.9, 0.98)  # of AdamW
 MAX_SKIPPED_UPDATES = 3  # in a row, for gradients that are not finite
@@ -75,6 +76,8 @@ class PolicyOptimizer:
         parameters: Of the policy; frozen ones are left alone.
         run_updates: Updates of the whole run, over which the learning rate decays.
         fused: Whether AdamW updates in one kernel, which needs no temporaries.
+        host: Where AdamW's moments are between two updates; None: on the device.
+        replica_group: The ranks that hold the same rows, one in each replica; None: there is one replica.
     """
 
     def __init__(
@@ -84,10 +87,14 @@ class PolicyOptimizer:
         *,
         run_updates: int = 0,
         fused: bool = False,
+        host: HostTensors | None = None,
+        replica_group: dist.ProcessGroup | None = None,
     ):
         self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self.config = config
         self.run_updates = run_updates
+        self.host = host
+        self.replica_group = replica_group
         self.torch_optimizer = _make(self.parameters, config, fused=fused)
         self.updates = 0  # applied updates: the position in the learning-rate schedule
         self.skipped_in_a_row = 0
@@ -106,7 +113,7 @@ class PolicyOptimizer:
         if not gradients:
             return UpdateResult(False, 0.0, lr)
 
-        torch._foreach_mul_(gradients, scale)
+        self._scale(gradients, scale)
         norm = grad_norm(gradients)
         if not torch.isfinite(norm):
             self.zero_grad()
@@ -120,13 +127,30 @@ class PolicyOptimizer:
         for param_group in self.torch_optimizer.param_groups:
             param_group["lr"] = lr
         before = self._sampled()
+        if self.host is not None:
+            self.host.onload()
         self.torch_optimizer.step()
         self.zero_grad()
+        self._offload_moments()
 
         self.skipped_in_a_row = 0
         self.updates += 1
         change = (self._sampled() - before).abs().mean() / before.abs().mean()
         return UpdateResult(True, float(norm), lr, change)
+
+    def _scale(self, gradients: list[torch.Tensor], scale: float) -> None:
+        """Scale gradients, which FSDP2 averaged over the ranks of a replica, and average them over the replicas."""
+        if self.replica_group is None:
+            torch._foreach_mul_(gradients, scale)
+            return
+        torch._foreach_mul_(gradients, scale / dist.get_world_size(self.replica_group))
+        for gradient in gradients:
+            dist.all_reduce(local_shard(gradient), group=self.replica_group)
+
+    def _offload_moments(self) -> None:
+        if self.host is not None:
+            # Step counters are a few bytes each.
+            self.host.offload(value for _, slot, value in self.state() if slot != "step")
 
     def _sampled(self) -> torch.Tensor:
         """Return a copy of some weights, on the first rank the same for any number of ranks."""
@@ -157,6 +181,7 @@ class PolicyOptimizer:
         self.torch_optimizer.load_state_dict(
             {"state": by_index, "param_groups": self.torch_optimizer.state_dict()["param_groups"]}
         )
+        self._offload_moments()
         self.updates = updates
         self.skipped_in_a_row = skipped_in_a_row
 
@@ -173,6 +198,7 @@ def grad_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
     squared = torch.stack(torch._foreach_norm(local)).cpu().double().square().sum()
     if any(isinstance(gradient, DTensor) for gradient in gradients):
         dist.all_reduce(squared)
+        squared /= replicas(gradients[0])
     return squared.sqrt()
 
 

@@ -73,6 +73,7 @@ class RankSpec:
     seed: int
     logs: Path  # folder
     profile_steps: tuple[int, ...] = ()
+    moments_on_host: bool = False  # Adam's, between its updates
     lora: LoraConfig = field(default_factory=LoraConfig)
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
     environment: Mapping[str, str] = field(default_factory=dict)  # variables, added to this process's
@@ -196,20 +197,22 @@ class TrainerRank:
 
     def _load_models(self) -> None:
         import torch
-        from torch.distributed.device_mesh import init_device_mesh
 
         define_operators()
         from app.model.kernels import kernels_of
         from app.model.load import load
+        from app.model.sharding import replica_mesh
 
-        mesh = init_device_mesh(self.device.torch_type, (self.spec.ranks,))
+        mesh, self.replica_group = replica_mesh(self.device.torch_type, self.spec.ranks, self.spec.trainer.replicas)
+        compute_dtype = getattr(torch, self.spec.dtype.name)
 
-        def load_policy() -> "PolicyModel":
+        def load_policy(param_dtype: torch.dtype = torch.float32) -> "PolicyModel":
             return load(
                 self.spec.model_path,
                 mesh=mesh,
                 device=self.torch_device,
-                compute_dtype=getattr(torch, self.spec.dtype.name),
+                param_dtype=param_dtype,
+                compute_dtype=compute_dtype,
                 kernels=kernels_of(self.device, self.spec.trainer.compile),
                 activation_checkpointing=self.spec.trainer.activation_checkpointing,
                 trust_remote_code=self.spec.trust_remote_code,
@@ -221,19 +224,25 @@ class TrainerRank:
         if self.device.activate_attention is not None and self.spec.dtype is Dtype.bfloat16:
             self.attention = self.device.activate_attention(self.model.heads)
 
-        # A model of its own. With adapters, the policy without them is the reference.
+        # A model of its own, which is not trained. With adapters, the policy without them is the reference.
         copies = self.spec.reference and not self.spec.lora.enabled
-        self.reference = load_policy().requires_grad_(False) if copies else None
+        self.reference = load_policy(compute_dtype).requires_grad_(False) if copies else None
 
     def _make_step(self) -> None:
         from app.trainer.checkpoint_state import RankState
+        from app.trainer.host_state import HostTensors
         from app.trainer.optimizer import PolicyOptimizer
         from app.trainer.step import TrainStep
         from app.trainer.throughput import StepProfiler
 
         spec = self.spec
         self.optimizer = PolicyOptimizer(
-            self.model.parameters(), spec.trainer, run_updates=spec.run_updates, fused=self.device.fused_optimizer
+            self.model.parameters(),
+            spec.trainer,
+            run_updates=spec.run_updates,
+            fused=self.device.fused_optimizer,
+            host=HostTensors(self.torch_device) if spec.moments_on_host else None,
+            replica_group=self.replica_group,
         )
         reference = self.model if spec.reference and spec.lora.enabled else self.reference
         self.step = TrainStep(

@@ -345,7 +345,7 @@ class TrainStep:
             # Once updated, the parameters belong to no policy version until the last update of the step.
             before, self.version = self.version, None
 
-            # FSDP2 averages gradients over the ranks; the loss is a sum over the ranks, divided once.
+            # FSDP2 and the optimizer average gradients over the ranks; the loss is a sum over them, divided once.
             scale = self.ranks / common_denominator(_denominators(totals, self.settings))
             result = self.optimizer.update(scale=scale)
             if not result.applied:

@@ -21,7 +21,7 @@ def gather_full(tensor: Tensor, dtype: torch.dtype, *, out: Tensor | None, recei
     Args:
         tensor: A plain tensor, or a `DTensor` on a 1-D mesh.
         out: 1-D, of `dtype`, with as many elements as the full tensor. None on ranks that receive nothing.
-        receivers: The ranks of the mesh that receive the full tensor.
+        receivers: The ranks that receive the full tensor. A replica of the trainer without any gathers nothing.
     """
     if not isinstance(tensor, DTensor):
         _copy(tensor, out)
@@ -30,6 +30,8 @@ def gather_full(tensor: Tensor, dtype: torch.dtype, *, out: Tensor | None, recei
     mesh = tensor.device_mesh
     if mesh.size() == 1:
         _copy(tensor.to_local(), out)
+    elif receivers is not Receivers.every_rank and dist.get_process_group_ranks(mesh.get_group())[0] != 0:
+        return
     elif mesh.ndim == 1 and tensor.placements == (Shard(0),) and tensor.shape[0] % mesh.size() == 0:
         rows = tensor.to_local().to(dtype).reshape(-1)
         _gather_rows(rows, mesh.get_group(), out, receivers)

@@ -40,7 +40,7 @@ from app.config import RunConfig
 from app.config.device import DeviceKind
 from app.device import device_of
 from app.errors import ConfigError
-from app.mode.plan.memory import plan_memory, with_recomputation
+from app.mode.plan.memory import plan_memory, with_memory_settings
 from app.mode.plan.trainer_memory import plan_trainer
 from app.model.architecture import architecture_of
 from app.rollout.engine.server_args import engine_flags
@@ -264,7 +264,7 @@ def trainer_peaks(config: RunConfig) -> dict[str, float]:
     device = device_of(config.device.kind)
     model = architecture_of(config.model)
     assert model is not None
-    trainer = plan_trainer(with_recomputation(config, device, model), device, model)
+    trainer = plan_trainer(with_memory_settings(config, device, model), device, model)
     buffers = sum(size for name, size in trainer.resident.items() if name != "runtime")
     state = sum(trainer.offloadable.values())
     largest = max(sum(items.values()) for items in trainer.peaks.values())

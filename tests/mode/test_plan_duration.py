@@ -51,6 +51,14 @@ def test_the_seconds_are_those_of_a_hand_calculation() -> None:
     assert estimate.sync == pytest.approx(2 * P / 1e9 * 0.12, rel=1e-9)
     assert estimate.total == max(estimate.generate, estimate.train) + estimate.sync
 
+    # moments of a rank, to and fro in each of two updates, at 20 GB/s
+    moved = [
+        seconds(QWEN3_4B, *FOUR_AND_FOUR, "algorithm.updates_per_step=2", f"offload.optimizer={place}")
+        for place in ("update", "step")
+    ]
+    with_copies, without = (each.train for each in moved if each is not None)
+    assert with_copies - without == pytest.approx(2 * 2 * 8 * P / 4 / 20e9, rel=1e-6)
+
 
 def test_a_published_run_is_within_a_factor_of_two() -> None:
     """Qwen3-4B, GRPO, 32 × 8 of up to 2k tokens on 4 + 4 H800: rollout 23.8 s, training 16.8 s (vime, issue 244)."""

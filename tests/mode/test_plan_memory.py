@@ -4,9 +4,11 @@ from dataclasses import replace
 
 import pytest
 
+from app.config.offload import OptimizerOffload
 from app.config.trainer import Checkpointing
 from app.device import device_of
-from app.mode.plan.memory import MemoryPlan, Phase, capacity, plan_memory, with_recomputation
+from app.errors import ConfigError
+from app.mode.plan.memory import MemoryPlan, Phase, capacity, plan_memory, with_memory_settings
 from app.model.architecture import QWEN3_4B, QWEN35_9B, VISION_PARAMETERS, Architecture
 from app.rollout.engine.server_args import engine_flags
 from app.utils.units import GIB
@@ -39,9 +41,11 @@ def test_a_trainer_rank_of_the_mission_is_a_hand_count(mission: dict[tuple[str, 
     items = mission["trainer device", "backward of a layer"].items
     layer = LINEAR // 24 + MLP // 32  # a linear layer is the larger kind
     assert (items["masters"], items["gradients"], items["Adam"]) == (P * 4 / 4, P * 4 / 4, P * 8 / 4)
-    assert items["gathered"] == ROOT * 2 + 3 * layer * 2
-    assert items["unreduced gradients"] == (248_320 * 4096 + layer) * 2 + 2 * layer * 4
-    assert mission["trainer device", "loss and head"].items["logits"] == 3 * 2**26 * 4  # three head chunks
+    assert items["gathered"] == 3 * layer * 2
+    assert items["unreduced gradients"] == layer * 2 + 2 * layer * 4
+    head = mission["trainer device", "loss and head"].items
+    assert head["gathered"] == 248_320 * 4096 * 2  # the embedding is a group of its own
+    assert head["logits"] == 3 * 2**26 * 4  # three head chunks
 
 
 def test_recomputed_layers_keep_their_inputs_and_what_is_chosen() -> None:
@@ -65,7 +69,7 @@ def test_auto_is_the_least_recomputation_that_leaves_a_tenth_of_the_device(gib: 
     config = composed(*given)
     device = device_of(config.device.kind)
     assert config.trainer.activation_checkpointing is Checkpointing.auto
-    assert with_recomputation(config, device, QWEN3_4B).trainer.activation_checkpointing is Checkpointing[chosen]
+    assert with_memory_settings(config, device, QWEN3_4B).trainer.activation_checkpointing is Checkpointing[chosen]
     assert memory_plan(QWEN3_4B, *given) == memory_plan(QWEN3_4B, *given, f"trainer.activation_checkpointing={chosen}")
 
     fitting = []
@@ -76,9 +80,50 @@ def test_auto_is_the_least_recomputation_that_leaves_a_tenth_of_the_device(gib: 
     assert [*fitting, "all"][0] == chosen
 
 
+LONG = {  # one trajectory of this many tokens in a microbatch; where Adam's moments have to be
+    "4b, 32k on one card": (QWEN3_4B, "qwen3_4b", 1, 32_768, OptimizerOffload.update),
+    "9b, 64k on eight": (QWEN35_9B, "qwen35_9b", 8, 65_536, OptimizerOffload.step),
+}
+
+
+@pytest.mark.parametrize(("model", "preset", "devices", "tokens", "place"), LONG.values(), ids=LONG)
+def test_long_contexts_leave_a_tenth_of_80_gib(
+    model: Architecture, preset: str, devices: int, tokens: int, place: OptimizerOffload
+) -> None:
+    given = (
+        "device=cuda",
+        f"model={preset}",
+        f"placement.devices={devices}",
+        "rollout.tensor_parallel=1",
+        "device.memory_gib=80",
+        "rollout.max_prompt_tokens=2048",
+        f"rollout.max_completion_tokens={tokens - 2048}",
+    )
+    config = composed(*given)
+    assert with_memory_settings(config, device_of(config.device.kind), model).offload.optimizer is place
+    left = {}
+    for each in ("auto", "update", "step"):
+        plan = memory_plan(model, *given, f"offload.optimizer={each}")
+        left[each] = 1 - max(phase.bytes for phase in plan.phases if phase.name in plan.training) / plan.capacity.bytes
+        kept = [phase for phase in plan.phases if phase.name in plan.training and "Adam" in phase.items]
+        used = place.name if each == "auto" else each
+        assert len(kept) == (len(plan.training) if used == "step" else 1)
+    assert left["auto"] == left[place.name] >= 0.1
+    assert left["step"] < left["update"]
+
+
+def test_replicas_shard_over_their_own_ranks() -> None:
+    given = ("device=cuda", "placement=fully_async", "model=qwen3_4b", "placement.trainer_devices=8")
+    eight, four = (planned(QWEN3_4B, *given, f"trainer.replicas={n}")["trainer device", "sync"].items for n in (1, 2))
+    for item in ("masters", "gradients", "Adam"):
+        assert four[item] == 2 * eight[item]
+    with pytest.raises(ConfigError, match=r"trainer\.replicas"):
+        composed(*given, "trainer.replicas=3")
+
+
 def test_auto_recomputes_all_of_a_model_whose_shapes_are_not_known() -> None:
     config = composed("device=cuda", "model=qwen3_4b")
-    decided = with_recomputation(config, device_of(config.device.kind), None)
+    decided = with_memory_settings(config, device_of(config.device.kind), None)
     assert decided.trainer.activation_checkpointing is Checkpointing.all
 
 
@@ -142,7 +187,8 @@ def test_colocate_offloads_the_trainer_while_it_generates_and_the_caches_while_i
     # Graphs stay in the memory of an engine.
     assert {items["engine runtime"] for items in phases.values()} == {4 * GIB}
 
-    resident = memory_plan(QWEN3_4B, *line, "offload.engine=false", "offload.trainer=false")
+    off = ("offload.engine=false", "offload.trainer=false", "offload.optimizer=step")
+    resident = memory_plan(QWEN3_4B, *line, *off)
     phases = {phase.name: phase.items for phase in resident.phases}
     assert "Adam" in phases["generate"]
     assert "KV cache" in phases["backward of a layer"]
@@ -154,7 +200,7 @@ def test_a_reference_adds_its_shards_and_its_root() -> None:
     assert "reference" not in phases["shared device", "generate"].items  # it is offloaded with the optimizer
     assert "reference" not in phases["shared device", "sync"].items
     reference = phases["shared device", "backward of a layer"].items["reference"]
-    assert reference == QWEN3_4B.parameters + (151_936 * 2560 + 2560) * 2  # a quarter of 4 bytes each, and the root
+    assert reference == QWEN3_4B.parameters / 2 + (151_936 * 2560 + 2560) * 2  # a quarter of 2 bytes each, and the root
 
 
 def test_sgd_has_no_adam_moments() -> None:
@@ -197,7 +243,8 @@ def test_adapters_of_a_4b_leave_both_sides_resident_on_one_card() -> None:
     of_reference = planned(QWEN3_4B, "model=qwen3_4b_lora", *reference)["shared device", "backward of a layer"]
     assert "reference" not in of_reference.items
     assert plan.peak_phase.bytes < 0.9 * 80 * GIB
-    full = memory_plan(QWEN3_4B, "device=cuda", "model=qwen3_4b", "placement.devices=1", "rollout.tensor_parallel=1")
+    one_card = ("placement.devices=1", "rollout.tensor_parallel=1", "offload.optimizer=step")
+    full = memory_plan(QWEN3_4B, "device=cuda", "model=qwen3_4b", *one_card)
     assert full.peak_phase.bytes > 72 * GIB
 
 

@@ -15,7 +15,9 @@ from app.config.algorithm import Kl
 from app.config.trainer import TrainerConfig
 from app.errors import SyncError, TrainerError
 from app.offload import trainer as module
-from app.offload.trainer import HostCopy, Offload
+from app.offload.trainer import Offload
+from app.trainer import host_state
+from app.trainer.host_state import HostCopy
 from app.trainer.rank import OFFLOAD
 from app.types import ScoredGroup, TrainerMemory
 from tests.model.support import save_qwen3, save_qwen35
@@ -120,7 +122,7 @@ def test_pinned_memory_of_a_dropped_copy_is_returned(
 
 
 def test_chunks_smaller_than_a_tensor_keep_every_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "CHUNK_BYTES", 100)
+    monkeypatch.setattr(host_state, "CHUNK_BYTES", 100)
     torch.manual_seed(0)
     tensors = [torch.randn(7), torch.randn(60, 3).bfloat16(), torch.arange(50), torch.empty(0), torch.randn(25)]
     before = [tensor.clone() for tensor in tensors]

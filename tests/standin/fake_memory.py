@@ -57,6 +57,7 @@ class Case:
     layers: int | None = None  # None: all
     loop: bool = False  # linear attention in transformers' torch loop
     rank: int = 0  # of adapters
+    moments: str = "step"  # offload.optimizer
 
 
 class KnownNorm(float):
@@ -321,6 +322,7 @@ def measure(case: Case) -> dict[str, int]:
     from app.config.device import DeviceKind
     from app.config.trainer import TrainerConfig
     from app.device import device_of
+    from app.trainer.host_state import HostTensors
     from app.trainer.optimizer import PolicyOptimizer
     from app.trainer.step import StepSettings, TrainStep
 
@@ -328,7 +330,8 @@ def measure(case: Case) -> dict[str, int]:
     with fake_ranks(case.ranks) as mesh, FakeTensorMode(allow_non_fake_inputs=True), without_values(), adds:
         policy = build(case, mesh)
         fused = device_of(DeviceKind[case.device]).fused_optimizer
-        optimizer = PolicyOptimizer(policy.parameters(), TrainerConfig(), fused=fused)
+        host = HostTensors(torch.device(TYPE, INDEX)) if case.moments == "update" else None
+        optimizer = PolicyOptimizer(policy.parameters(), TrainerConfig(), fused=fused, host=host)
         settings = StepSettings(AlgorithmConfig(updates_per_step=1), Correction.none, 1.0, 8192, case.tokens)
         step = TrainStep(policy, optimizer, settings, torch.device(TYPE, INDEX))
         tracker = PhaseTracker(policy, optimizer.torch_optimizer)
@@ -361,6 +364,7 @@ def planned(case: Case) -> dict[str, float]:
         f"model.lora.rank={case.rank}",
         f"placement.trainer_devices={case.ranks}",
         f"trainer.activation_checkpointing={case.checkpointing}",
+        f"offload.optimizer={case.moments}",
         f"trainer.tokens_per_microbatch={case.tokens}",
         "rollout.max_prompt_tokens=2048",
         f"rollout.max_completion_tokens={case.tokens - 2048}",

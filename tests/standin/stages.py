@@ -30,7 +30,7 @@ class Scenario:
     family: str
     device: str = "npu"
     dtype: str = "float32"
-    extras: bool = False  # reference and activation checkpointing
+    extras: bool = False  # reference, activation checkpointing, and Adam's moments on the host between updates
     cuda: bool = False  # torch's varlen attention, and no fused elementwise operators, as on CUDA
 
 
@@ -95,6 +95,7 @@ class RankUnderTest:
             ),
             algorithm=AlgorithmConfig(kl=Kl.k3, kl_coefficient=0.1) if scenario.extras else AlgorithmConfig(),
             reference=scenario.extras,
+            moments_on_host=scenario.extras,
             ranks=ranks,
         )
         with mock.patch("app.trainer.rank.log_to"):
@@ -115,6 +116,18 @@ class RankUnderTest:
         self.host.add_groups(self.groups)
         metrics = self.host.finish_step().metrics
         return {key: metrics[key] for key in ("grad_norm", "loss/policy", "entropy")}
+
+    def moments(self) -> list[int]:
+        """Bytes of Adam's moments on the device, and of the parameters there."""
+        from app.model.sharding import local_shard
+
+        optimizer = self.host.optimizer
+        moments = [value for _, slot, value in optimizer.state() if slot != "step"]
+        assert len(moments) == 2 * len(optimizer.parameters)
+        return [
+            sum(local_shard(each).untyped_storage().nbytes() for each in tensors)
+            for tensors in (moments, optimizer.parameters)
+        ]
 
     def old_logprobs(self) -> None:
         self.host.begin_step(3)
@@ -282,6 +295,7 @@ def play(scenario: Scenario, rank: int, ranks: int, folder: Path, port: int) -> 
 
     stages.run("step 1", lambda: under_test.step(1))
     stages.run("step 2", lambda: under_test.step(2))
+    stages.run("moments", under_test.moments)
     stages.run("old log-probabilities", under_test.old_logprobs)
     stages.run("memory", lambda: host.memory() and None)
     stages.run("capture", under_test.capture)

@@ -66,6 +66,12 @@ def test_an_offloaded_trainer_leaves_no_tensor_on_the_device(name: str, results:
 
 
 @pytest.mark.parametrize("name", ON_DEVICE)
+def test_moments_are_on_the_device_between_updates_unless_the_host_keeps_them(name: str, results: Results) -> None:
+    moments, parameters = results[name]["moments"]
+    assert moments == (0 if {**TWO_RANKS, **ONE_RANK}[name].extras else 2 * parameters) < 3 * parameters
+
+
+@pytest.mark.parametrize("name", ON_DEVICE)
 def test_every_bucket_holds_the_bytes_of_the_parameters(name: str, results: Results) -> None:
     for stage, counts in results[name].items():
         if stage.startswith(("sync", "delta")):

@@ -19,7 +19,7 @@ from app.config.model import LoraConfig
 from app.config.trainer import Optimizer, TrainerConfig
 from app.model.load import load
 from app.model.policy import PolicyModel, named_trained_tensors
-from app.trainer.optimizer import PolicyOptimizer, UpdateResult
+from app.trainer.optimizer import PolicyOptimizer
 from app.trainer.step import StepSettings, TrainStep
 from app.types import (
     Completion,
@@ -155,15 +155,15 @@ class Result:
 class RecordingOptimizer(PolicyOptimizer):
     """Also records the gradients of each update."""
 
-    def __init__(self, policy: PolicyModel, config: TrainerConfig) -> None:
-        super().__init__(policy.parameters(), config)
+    def __init__(self, policy: PolicyModel, config: TrainerConfig, **options: Any) -> None:
+        super().__init__(policy.parameters(), config, **options)
         self.policy = policy
         self.gradients: list[dict[str, Tensor]] = []
 
-    def update(self, *, scale: float) -> UpdateResult:
+    def _scale(self, gradients: list[Tensor], scale: float) -> None:
+        super()._scale(gradients, scale)
         named = named_trained_tensors(self.policy)
-        self.gradients.append({name: full(p.grad) * scale for name, p in named if p.grad is not None})
-        return super().update(scale=scale)
+        self.gradients.append({name: full(p.grad) for name, p in named if p.grad is not None})
 
 
 def full(tensor: Any) -> Tensor:
@@ -175,13 +175,14 @@ def parameters(policy: PolicyModel) -> dict[str, Tensor]:
     return {name: full(parameter) for name, parameter in named_trained_tensors(policy)}
 
 
-def make_step(path: Path, scenario: Scenario, mesh: DeviceMesh | None = None) -> TrainStep:
+def make_step(path: Path, scenario: Scenario, mesh: DeviceMesh | None = None, **options: Any) -> TrainStep:
+    dtype = scenario.compute_dtype
     policy = load(
         path,
         mesh=mesh,
         device="cpu",
-        param_dtype=scenario.compute_dtype if mesh is None else torch.float32,
-        compute_dtype=scenario.compute_dtype,
+        param_dtype=dtype if mesh is None else torch.promote_types(dtype, torch.float32),
+        compute_dtype=dtype,
         lora=scenario.lora,
     )
     if scenario.moved:
@@ -190,12 +191,13 @@ def make_step(path: Path, scenario: Scenario, mesh: DeviceMesh | None = None) ->
     if scenario.reference is not None:
         reference = load(scenario.reference, mesh=mesh, device="cpu").requires_grad_(False)
     settings = StepSettings(scenario.algorithm, scenario.correction, TEMPERATURE, LIMIT, scenario.budget)
-    return TrainStep(policy, RecordingOptimizer(policy, scenario.trainer), settings, torch.device("cpu"), reference)
+    optimizer = RecordingOptimizer(policy, scenario.trainer, **options)
+    return TrainStep(policy, optimizer, settings, torch.device("cpu"), reference)
 
 
-def play(path: Path, scenario: Scenario, mesh: DeviceMesh | None = None) -> Result:
-    """Play the scenario on this rank."""
-    step = make_step(path, scenario, mesh)
+def play(path: Path, scenario: Scenario, mesh: DeviceMesh | None = None, **options: Any) -> Result:
+    """Play the scenario on this rank. `options` are the optimizer's."""
+    step = make_step(path, scenario, mesh, **options)
     before = parameters(step.model)
     if scenario.before is not None:
         aborted_step(step, scenario)

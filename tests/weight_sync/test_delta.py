@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from app.rollout.engine.sglang_plugin import delta_loader as wire
@@ -308,7 +308,7 @@ def test_two_ranks_encode_the_same_message_as_one(tmp_path: Path) -> None:
     """Shards of even, odd and fewer rows than ranks, received by rank 0 alone and by all ranks."""
     processes(_rank, (tmp_path / "rendezvous", tmp_path), 2)
     saved = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)]
-    alone = _messages(SHARDED, Receivers.every_rank)
+    alone = messages_of(SHARDED, Receivers.every_rank)
     assert len(alone) == ROUNDS
     received = [saved[0][receivers.name] for receivers in Receivers]
     for messages in (*received, saved[1]["every_rank"]):
@@ -327,11 +327,13 @@ def _rank(rank: int, rendezvous: Path, out: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
     warnings.simplefilter("error", FutureWarning)  # deprecated collectives
     try:
+        mesh = init_device_mesh("cpu", (2,))
         messages = {
-            receivers.name: _messages(SHARDED, receivers) for receivers in (Receivers.every_rank, Receivers.rank_0)
+            receivers.name: messages_of(SHARDED, receivers, mesh)
+            for receivers in (Receivers.every_rank, Receivers.rank_0)
         }
         setattr(dist, "gather", gather_of_torch_npu)  # noqa: B010 (of another signature)
-        messages["rank_0_by_all_gather"] = _messages(SHARDED, Receivers.rank_0_by_all_gather)
+        messages["rank_0_by_all_gather"] = messages_of(SHARDED, Receivers.rank_0_by_all_gather, mesh)
         torch.save(messages, out / f"rank{rank}.pt")
         dist.barrier()
     finally:
@@ -345,18 +347,18 @@ def gather_of_torch_npu(
     raise AssertionError("HCCL has no gather")
 
 
-def _messages(shapes: dict[str, tuple[int, ...]], receivers: Receivers) -> list[Tensor | None]:
-    """Return the messages of this rank, one for each sync, in one bucket; from shards if there are several ranks."""
+def messages_of(
+    shapes: dict[str, tuple[int, ...]], receivers: Receivers, mesh: DeviceMesh | None = None
+) -> list[Tensor | None]:
+    """Return the messages of this rank, one for each sync, in one bucket; of shards over the mesh if there is one."""
     generator = torch.Generator().manual_seed(3)
-    ranks = dist.is_initialized()
     whole = {name: 0.02 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
     tensors: dict[str, Tensor] = dict(whole)
-    if ranks:
-        mesh = init_device_mesh("cpu", (2,))
+    if mesh is not None:
         tensors = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in whole.items()}
     bucket = Bucket(tuple(TensorMeta(name, "bfloat16", shape) for name, shape in shapes.items()))
     encoder = DeltaEncoder(tensors, "bfloat16", on_host=False)
-    receives = receivers is Receivers.every_rank or not ranks or dist.get_rank() == 0
+    receives = receivers is Receivers.every_rank or mesh is None or dist.get_rank() == 0
     sent: list[Tensor | None] = []
     for version in range(ROUNDS):
         encoder.begin(version, version - 1 if version else None, 1)

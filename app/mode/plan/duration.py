@@ -12,9 +12,9 @@ from app.config import RunConfig
 from app.config.placement import PlacementKind
 from app.config.trainer import Checkpointing
 from app.device import Device
-from app.mode.plan.memory import EngineMemoryPlan, with_recomputation
-from app.mode.plan.trainer_memory import DELTA_CHUNK, FLOAT32
-from app.model.architecture import Architecture, adapter_parameters
+from app.mode.plan.memory import EngineMemoryPlan, with_memory_settings
+from app.mode.plan.trainer_memory import DELTA_CHUNK, FLOAT32, moments_on_host
+from app.model.architecture import Architecture, adapter_parameters, trained_parameters
 
 FORWARD_FLOPS = 2  # per parameter and token
 FORWARD_BACKWARD_FLOPS = 6
@@ -22,6 +22,7 @@ LORA_FLOPS = 4  # a frozen weight has no gradient; those of the adapters are neg
 UTILIZATION = 0.4  # of peak FLOP/s, for a well-fed trainer
 BANDWIDTH_SHARE = 0.5  # of peak memory bandwidth while decoding; a decode step also computes, samples and waits
 STREAMING_SHARE = 0.7  # the same for one operator after the other over large tensors
+HOST_GB_PER_S = 20  # copies between a device and pinned memory of its host; PCIe 4 x16 has 32 in theory, PCIe 5 has 64
 # What torch's loop over chunks of linear attention reads and writes for a token, in float32 tensors as wide as the
 # values: in a forward pass, in a backward pass, and there for each chunk of the sequence, whose gradient is as long as
 # the sequence. Counted by `tests.bench.linear_counts`; it is bound by them, not by its launches.
@@ -49,7 +50,8 @@ def training_seconds(config: RunConfig, device: Device, model: Architecture) -> 
     if device.peak_tflops is None or device.memory_gb_per_s is None:
         return None
 
-    checkpointing = with_recomputation(config, device, model).trainer.activation_checkpointing
+    config = with_memory_settings(config, device, model)
+    checkpointing = config.trainer.activation_checkpointing
     products = LORA_FLOPS if config.model.lora.enabled else FORWARD_BACKWARD_FLOPS
     if checkpointing in (Checkpointing.attention, Checkpointing.all):
         products += FORWARD_FLOPS
@@ -65,7 +67,16 @@ def training_seconds(config: RunConfig, device: Device, model: Architecture) -> 
         widths = LOOP_FORWARD * forwards + LOOP_BACKWARD + LOOP_BACKWARD_CHUNK * chunks
         moved = (model.layers - model.full_layers) * widths * FLOAT32 * model.linear.value_channels
         seconds += moved / (device.memory_gb_per_s * 1e9 * STREAMING_SHARE)
-    return seconds * tokens
+    return seconds * tokens + _moving_seconds(config, device, model)
+
+
+def _moving_seconds(config: RunConfig, device: Device, model: Architecture) -> float:
+    """Estimate the copies of Adam's moments between host and device, to and fro in each update of a step."""
+    if not moments_on_host(config, device):
+        return 0.0
+    ranks = config.placement.trainer_ranks // config.trainer.replicas
+    moments = 2 * FLOAT32 * trained_parameters(model, config.model.lora) / ranks
+    return config.algorithm.updates_per_step * 2 * moments / (HOST_GB_PER_S * 1e9)
 
 
 def step_tokens(config: RunConfig) -> int:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from app.config import RunConfig
 from app.config.device import DeviceKind
+from app.config.offload import OptimizerOffload
 from app.config.trainer import Checkpointing
 from app.device import Device
 from app.mode.plan.trainer_memory import FLOAT32, Items, TrainerMemoryPlan, plan_trainer
@@ -24,6 +25,7 @@ DEFAULT_PREFILL = 8192  # tokens of a prefill chunk
 STATES_PER_REQUEST = 3  # SGLang's MAMBA_CACHE_SIZE_MAX_RUNNING_REQUESTS_RATIO
 SCORED_AT_ONCE = 2048  # tokens whose logits a scoring engine has at a time: SGLang's SGLANG_LOGPROB_CHUNK_SIZE
 FILLED = 0.9  # of a device that `auto` recomputation fills at most
+RECOMPUTATIONS = (Checkpointing.none, Checkpointing.matmuls, Checkpointing.attention, Checkpointing.all)
 TRACKING_STATES = 2  # and what its radix cache takes of each request
 
 
@@ -168,30 +170,41 @@ class MemoryPlan:
         return max(self.phases, key=lambda phase: phase.bytes)
 
 
-def with_recomputation(config: RunConfig, device: Device, model: Architecture | None) -> RunConfig:
-    """Resolve `trainer.activation_checkpointing=auto` to the least recomputation that leaves a tenth of a device free.
+def with_memory_settings(config: RunConfig, device: Device, model: Architecture | None) -> RunConfig:
+    """Resolve what is `auto` of `trainer.activation_checkpointing` and `offload.optimizer` by a device's memory.
 
-    If none does, or the model's shapes are unknown, it becomes `all`.
+    It is the least recomputation that leaves a tenth free. Adam's moments go to the host between updates only if that
+    needs it. If nothing leaves a tenth, it is what takes the least memory; of an unknown model, all is recomputed.
     """
-
-    def recomputing(what: Checkpointing) -> RunConfig:
-        return replace(config, trainer=replace(config.trainer, activation_checkpointing=what))
-
-    if config.trainer.activation_checkpointing is not Checkpointing.auto:
+    recomputed, moments = config.trainer.activation_checkpointing, config.offload.optimizer
+    if recomputed is not Checkpointing.auto and moments is not OptimizerOffload.auto:
         return config
-    for what in (Checkpointing.none, Checkpointing.matmuls, Checkpointing.attention):
+
+    recomputations = RECOMPUTATIONS if recomputed is Checkpointing.auto else (recomputed,)
+    places = (OptimizerOffload.step, OptimizerOffload.update) if moments is OptimizerOffload.auto else (moments,)
+    choices = [
+        replace(
+            config,
+            trainer=replace(config.trainer, activation_checkpointing=what),
+            offload=replace(config.offload, optimizer=place),
+        )
+        for place in places
+        for what in recomputations
+    ]
+    if model is None:
+        return choices[len(recomputations) - 1]
+    for choice in choices:
         with suppress(ValueError):  # of a flag that is null: nobody knows what the engine takes
-            if model is not None:
-                plan = plan_memory(recomputing(what), device, model, engine_flags(config, device))
-                training = [phase.bytes for phase in plan.phases if phase.name in plan.training]
-                if max(training) <= FILLED * plan.capacity.bytes:
-                    return recomputing(what)
-    return recomputing(Checkpointing.all)
+            plan = plan_memory(choice, device, model, engine_flags(config, device))
+            training = [phase.bytes for phase in plan.phases if phase.name in plan.training]
+            if max(training) <= FILLED * plan.capacity.bytes:
+                return choice
+    return choices[-1]
 
 
 def plan_memory(config: RunConfig, device: Device, model: Architecture, flags: Mapping[str, object]) -> MemoryPlan:
     """Plan the memory of a run whose engines start with these SGLang flags."""
-    config = with_recomputation(config, device, model)
+    config = with_memory_settings(config, device, model)
     limit = capacity(config, device)
     trainer = plan_trainer(config, device, model)
     engine = plan_engine(config, device, model, flags, limit.bytes)

@@ -24,7 +24,7 @@ from app.mode.plan.memory import (
     capacity,
     plan_engine,
     plan_memory,
-    with_recomputation,
+    with_memory_settings,
 )
 from app.mode.plan.trainer_memory import BACKWARD
 from app.model.architecture import Architecture, adapter_parameters
@@ -44,10 +44,11 @@ def memory(config: RunConfig, device: Device, model: Architecture, flags: Mappin
     """One line per phase, then the peak phase and the capacity of the caches."""
     plan = plan_memory(config, device, model, flags)
     total = plan.capacity.bytes
-    recomputed = with_recomputation(config, device, model).trainer.activation_checkpointing.name
+    decided = with_memory_settings(config, device, model)
+    recomputed, moments = decided.trainer.activation_checkpointing.name, decided.offload.optimizer.name
     lines = [
         f"Memory of a device: {total / GIB:.1f} GiB ({plan.capacity.source}); activations are estimates, with "
-        f"trainer.activation_checkpointing={recomputed}"
+        f"trainer.activation_checkpointing={recomputed} offload.optimizer={moments}"
     ]
 
     width = max(len(phase.name) for phase in plan.phases)
@@ -239,7 +240,7 @@ def _weights(config: RunConfig, device: Device, model: Architecture) -> list[str
     lines.append(rate if seconds >= SHORTEST_SYNC else "  less than a second")
     if config.weight_sync.mode is SyncMode.delta:
         location = "in host memory" if config.weight_sync.snapshot is SnapshotPlace.host else "on the device"
-        kept = _gib(weights / config.placement.trainer_ranks)
+        kept = _gib(weights * config.trainer.replicas / config.placement.trainer_ranks)
         lines.append(f"  weight_sync.mode=delta sends changes only: each trainer rank keeps {kept} {location}")
     return lines
 

@@ -1,16 +1,17 @@
 """Memory of one trainer rank: what is resident, and what each peak of a train step adds.
 
 Exact, in bytes: shards of master weights, gradients and Adam moments (float32), with LoRA those of the adapters beside
-a base in the compute dtype; parameters that FSDP2 gathers (the root for a whole pass; of the layers one computes, one
-is prefetched and one is on the wire); gradients before reduction. Activations are estimated. With checkpointing the
-largest phase is within 10 % of what the trainer's own code takes on fake tensors at real size
-(tests/standin/test_fake_memory.py); workspaces of kernels and fragmentation are not counted.
+a base in the compute dtype; parameters that FSDP2 gathers (a tied embedding for a whole pass, a head from its forward
+to its backward pass; of the layers one computes, one is prefetched and one is on the wire); gradients before reduction.
+Activations are estimated. With checkpointing the largest phase is within 10 % of what the trainer's own code takes on
+fake tensors at real size (tests/standin/test_fake_memory.py); workspaces of kernels and fragmentation are not counted.
 """
 
 from dataclasses import dataclass
 
 from app.config import RunConfig
 from app.config.device import DeviceKind
+from app.config.offload import OptimizerOffload
 from app.config.trainer import Checkpointing, Compile, Optimizer
 from app.config.weight_sync import SnapshotPlace, SyncMode
 from app.device import Device
@@ -45,18 +46,23 @@ class TrainerMemoryPlan:
 def plan_trainer(config: RunConfig, device: Device, model: Architecture) -> TrainerMemoryPlan:
     """Plan a trainer rank of this run."""
     item = config.device.dtype.bytes
-    ranks = config.placement.trainer_ranks
+    ranks = config.placement.trainer_ranks // config.trainer.replicas  # that share the parameters
     lora = config.model.lora
     shard = model.parameters / ranks
     trained = trained_parameters(model, lora) / ranks
 
     parameters = {"base": item * shard, "adapters": FLOAT32 * trained} if lora.enabled else {"masters": FLOAT32 * shard}
     offloadable = {**parameters, "gradients": FLOAT32 * trained}
+    updating: Items = {}
     if config.trainer.optimizer is Optimizer.adamw:
-        offloadable["Adam"] = 2 * FLOAT32 * trained
+        kept = updating if moments_on_host(config, device) else offloadable
+        kept["Adam"] = 2 * FLOAT32 * trained
+        if not device.steps_in_place:
+            updating["temporaries"] = FLOAT32 * trained
     # the reference of adapters is their base
     if config.algorithm.needs_reference and not lora.enabled:
-        offloadable["reference"] = FLOAT32 * shard + model.root_parameters * item
+        gathered = model.root_parameters if model.tied else model.vocabulary * model.hidden
+        offloadable["reference"] = item * (shard + gathered)
 
     resident = {"runtime": device.trainer_runtime_gib * GIB}
     sync = config.weight_sync
@@ -64,8 +70,8 @@ def plan_trainer(config: RunConfig, device: Device, model: Architecture) -> Trai
         resident["last synced weights"] = item * shard
 
     peaks = _forward_backward(config, device, model)
-    if config.trainer.optimizer is Optimizer.adamw and not device.steps_in_place:
-        peaks["optimizer update"] = {"temporaries": FLOAT32 * trained}
+    if updating:
+        peaks["optimizer update"] = updating
     if lora.enabled:
         syncing: Items = {"gathered": item * trained * ranks}
         return TrainerMemoryPlan(0.0, parameters, offloadable, resident, peaks, syncing)
@@ -79,11 +85,17 @@ def plan_trainer(config: RunConfig, device: Device, model: Architecture) -> Trai
     return TrainerMemoryPlan(bucket, parameters, offloadable, resident, peaks, syncing)
 
 
+def moments_on_host(config: RunConfig, device: Device) -> bool:
+    """Whether AdamW's moments are in host memory between updates, where `offload.optimizer` is resolved."""
+    moves = config.trainer.optimizer is Optimizer.adamw and device.shares_memory
+    return moves and config.offload.optimizer is OptimizerOffload.update
+
+
 def _forward_backward(config: RunConfig, device: Device, model: Architecture) -> dict[str, Items]:
     item = config.device.dtype.bytes
     # one rank that computes in float32 gathers nothing
-    gathers = config.placement.trainer_ranks > 1 or item != FLOAT32
-    root = model.root_parameters * item * gathers
+    gathers = config.placement.trainer_ranks > config.trainer.replicas or item != FLOAT32
+    root = model.root_parameters * item * gathers if model.tied else 0.0
     layer = model.layer_parameters * gathers
     head = model.vocabulary * model.hidden
 
@@ -117,7 +129,7 @@ def _forward_backward(config: RunConfig, device: Device, model: Architecture) ->
 
     phases: dict[str, Items] = {
         "loss and head": {
-            "gathered": root,
+            "gathered": root if model.tied else head * item * gathers,
             "activations": saved,
             "head gradient": head_gradient * (FLOAT32 + item),
             "logits": 3 * logits,  # logits, probabilities, casts
@@ -125,14 +137,16 @@ def _forward_backward(config: RunConfig, device: Device, model: Architecture) ->
         BACKWARD: {
             "gathered": root + LAYERS_GATHERED * layer * item,
             "activations": saved + computing,
-            "unreduced gradients": head_gradient * item + trained_layer * (item + REDUCTIONS_IN_FLIGHT * FLOAT32),
+            # That of a head which is not the embedding is reduced at once.
+            "unreduced gradients": head_gradient * item * model.tied
+            + trained_layer * (item + REDUCTIONS_IN_FLIGHT * FLOAT32),
         },
     }
     if not lora:
-        # The last layer's gradients are still being reduced. FSDP2 has freed a head that is not the embedding.
+        # The last layer's gradients are still being reduced.
         phases["backward of the embedding"] = {
-            "gathered": root if model.tied else 0.0,
-            "unreduced gradients": model.root_parameters * (item + FLOAT32) + layer * FLOAT32,
+            "gathered": root,
+            "unreduced gradients": head * (item + FLOAT32) + layer * FLOAT32,
         }
     return phases
 

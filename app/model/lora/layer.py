@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from app.config.model import ALL_LINEAR, LoraConfig
 from app.model.hf_checkpoint import match, open_checkpoint
 from app.model.lora.base_weights import DECAYS, check_targets
-from app.model.sharding import full_tensor, local_shard, own_rows
+from app.model.sharding import full_tensor, local_shard, own_rows, replicas
 
 ADAPTER_PARAMETERS = ("lora_A", "lora_B")
 NOISE = 0.01  # that `randomize` adds to a weight
@@ -100,6 +100,7 @@ def adapter_metrics(model: nn.Module) -> Mapping[str, float]:
     gram = of_b.cpu().double()
     if any(isinstance(layer.lora_B, DTensor) for layer in layers):
         dist.all_reduce(gram)
+        gram /= replicas(layers[0].lora_B)
 
     scales = torch.tensor([layer.scale for layer in layers], dtype=torch.float64)
     squared = (of_a.cpu().double() * gram).sum(dim=(1, 2)) * scales.square()
