@@ -125,7 +125,8 @@ def _attention(inputs: "list[Tensor]", lengths: tuple[int, ...]) -> "Tensor":
 
     ends = torch.tensor([0, *lengths]).cumsum(0).to("cuda", torch.int32)
     longest = max(lengths)
-    out = varlen_attn(*inputs, ends, ends, longest, longest, window_size=(-1, 0), enable_gqa=True)
+    query, key, value = inputs
+    out = varlen_attn(query, key, value, ends, ends, longest, longest, window_size=(-1, 0), enable_gqa=True)
     assert isinstance(out, torch.Tensor)  # without auxiliary outputs
     return out
 

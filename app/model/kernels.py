@@ -182,9 +182,9 @@ def _replace_attention(attention: Any, rotated: Callable[..., Any], gated: Calla
             query, gate = query.chunk(2, dim=-1)
 
         query, key = rotated(query, key, *position_embeddings)
-        heads = (each.transpose(1, 2) for each in (query, key, value))
+        query, key, value = (each.transpose(1, 2) for each in (query, key, value))
         options |= {"scaling": attention.scaling, "sliding_window": getattr(attention, "sliding_window", None)}
-        mixed, _ = packed(attention, *heads, attention_mask, **options)
+        mixed, _ = packed(attention, query, key, value, attention_mask, **options)
         if gate is not None:
             mixed = gated(mixed, gate)
 

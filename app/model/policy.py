@@ -106,12 +106,11 @@ class PolicyModel(nn.Module):
 
 
 def _head_logprobs(
-    head: nn.Module, kernels: Kernels, *inputs: Any, chunk_tokens: int | None, **options: bool
+    head: Any, kernels: Kernels, hidden: Tensor, *given: Any, chunk_tokens: int | None, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    hidden, *rest = inputs
     tokens, columns = chunk_shape(kernels, head.weight)
-    shape = {"chunk_tokens": chunk_tokens or tokens, "chunk_vocabulary": columns}
-    return token_logprobs(hidden, head.weight, *rest, **shape, compiled=kernels.compiled, **options)
+    options |= {"chunk_tokens": chunk_tokens or tokens, "chunk_vocabulary": columns, "compiled": kernels.compiled}
+    return token_logprobs(hidden, head.weight, *given, **options)
 
 
 def named_checkpoint_tensors(model: PolicyModel) -> Iterator[tuple[str, Tensor]]:

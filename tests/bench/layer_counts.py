@@ -184,7 +184,11 @@ class Layers:
         hidden = hidden_states(weight.shape[1])
         targets = torch.zeros(TOKENS, dtype=torch.int64, device="meta")
         tokens, columns = chunk_shape(policy.kernels, weight)
-        options = {"chunk_tokens": tokens, "chunk_vocabulary": columns, "compiled": policy.kernels.compiled}
+        options: dict[str, Any] = {
+            "chunk_tokens": tokens,
+            "chunk_vocabulary": columns,
+            "compiled": policy.kernels.compiled,
+        }
         return self._passes(
             lambda: token_logprobs(hidden.squeeze(0), weight, targets, 1.0, **options)[0], [hidden, weight]
         )

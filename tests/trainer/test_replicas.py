@@ -26,7 +26,7 @@ from tests.weight_sync.test_delta import ROUNDS, SHARDED, messages_of
 
 RANKS = 4
 REPLICAS = (1, 2, 4)  # four: each rank has the whole model, in plain tensors
-SCENARIOS = {
+SCENARIOS: dict[str, dict[str, Any]] = {
     "float64": {"compute_dtype": torch.float64, "algorithm": replace(GRPO, updates_per_step=2)},
     "mixed precision": {"compute_dtype": torch.bfloat16},
     "adapters": {"lora": LoraConfig(rank=3), "moved": True},
@@ -109,7 +109,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("replicas")
     path = save_qwen3(folder / "policy", tied=False)
     groups = sampled(path, scored_groups(8))
-    scenarios = {name: Scenario(**{"algorithm": GRPO, "groups": groups, **each}) for name, each in SCENARIOS.items()}
+    scenarios = {name: Scenario(**({"algorithm": GRPO, "groups": groups} | each)) for name, each in SCENARIOS.items()}
     return run_on(RANKS, played, folder / "results.pt", path, folder, scenarios)
 
 
@@ -142,4 +142,5 @@ def test_a_sync_sends_the_parameters_of_the_first_replica(replicas: int, results
     assert results["gathered"][replicas] == {each.name: 0 for each in Receivers}
     whole = messages_of(SHARDED, Receivers.every_rank)
     assert len(whole) == len(results["deltas"][replicas]) == ROUNDS
-    assert all(map(torch.equal, results["deltas"][replicas], whole))
+    sent = zip(results["deltas"][replicas], whole, strict=True)
+    assert all(one is not None and other is not None and torch.equal(one, other) for one, other in sent)
