@@ -213,7 +213,7 @@ class RunConfig:
             expect(self.eval.every > 0, "eval.every", 0, f"the steps between evaluations, which {key} compares")
 
     def _validate_drafts(self) -> None:
-        """Refuse drafts where SGLang 0.5.23 would sample from another policy, or load them with the policy's weights.
+        """Refuse drafts where SGLang would sample from another policy, or load them with the policy's weights.
 
         Sources below sglang/srt: speculative/eagle_utils.py (`_verify_uses_greedy`), managers/schedule_batch.py
         (`is_prefill_only`), managers/scheduler_components/weight_updater.py (`update_weights_from_disk`).
