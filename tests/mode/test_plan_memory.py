@@ -116,7 +116,7 @@ def test_the_engine_of_the_mission(mission: dict[tuple[str, str], Phase]) -> Non
 
 def test_an_engine_that_drafts_is_a_hand_count() -> None:
     """Four tokens are verified at a time: so many states of each request, and rows of logits in four copies."""
-    plan = memory_plan(QWEN35_9B, "experiment=cuda4_colocate_9b", "rollout.speculative=mtp", "device.memory_gib=80")
+    plan = memory_plan(QWEN35_9B, "experiment=cuda4_colocate_9b_mtp", "device.memory_gib=80")
     draft = 2 * (FULL // 8 + MLP // 32) / 4 + 2 * (2 * 4096 * 4096 + 3 * 4096)  # a layer; every rank mixes the inputs
     rest = 0.7 * 80 * GIB - (P + VISION_PARAMETERS) * 2 / 4 - draft - 2 * 248_320 * 4096 * 2 / 4
     slots = int(rest * 0.9 / 1.9 // (12_877_824 * (1 + 4 / 5)))
