@@ -126,6 +126,7 @@ class Completion:
     spans: tuple[VersionSpan, ...]  # cover 0:T without gaps
     text: str | None = None  # decoded by the engine's host, without special tokens; None: not decoded
     cached_tokens: int = 0  # of the prompt, that the engine had in its KV cache
+    verify_passes: int = 0  # that sampled the tokens, all but the first one; 0 without drafts
     teacher_logprobs: np.ndarray | None = None  # [T] float32, of the same tokens; None without a teacher
 
     @property
@@ -249,6 +250,11 @@ class Trajectory:
         if self.episode is None:
             return len(self.completion.token_ids)
         return sum(len(sequence.logprobs) for sequence in self.episode.sequences)
+
+    @property
+    def verify_passes(self) -> int:
+        """Passes of engines that sampled the tokens; 0 without drafts."""
+        return int(self.episode.metrics.get("verify_passes", 0)) if self.episode else self.completion.verify_passes
 
     @property
     def response_tokens(self) -> int:

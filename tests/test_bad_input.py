@@ -129,6 +129,7 @@ REFUSED = [  # the key that is named, and the words of a command line
     ("rollout.stop", ["rollout.stop=[a,'']"]),
     ("rollout.stop", ["rollout.stop=END"]),
     ("rollout.engine_args.speculative-algorithm", ["mode=plan", "+rollout.engine_args.speculative-algorithm=NGRAM"]),
+    ("rollout.speculative", ["rollout.speculative=mtp"]),
     ("device.engine_args.rl-on-policy-target", ["mode=doctor", "+device.engine_args.rl-on-policy-target=fsdp"]),
     ("trainer.activation_checkpointing", ["trainer.activation_checkpointing=true"]),
     ("algorithm.kl", ["algorithm.kl=k1"]),

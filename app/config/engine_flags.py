@@ -6,11 +6,12 @@ SGLang's parser completes abbreviations, so those of a flag count as it.
 from collections.abc import Mapping
 from typing import Any
 
-from app.config.device import DeviceKind
 from app.errors import expect
 
 CONTEXT_FLAG = "context-length"  # in tokens, in place of the model's own
 SEED_42 = "null: a request without a seed then samples with seed 42, so a group is one completion repeated"
+DRAFTS = "null: rollout.speculative is what drafts"
+THRESHOLD = "null: below 1 an engine accepts drafts more often than the policy would sample them"
 REFUSED = {  # with what is accepted, and why; sources: SGLang 0.5.23
     "preferred-sampling-params": "rollout.temperature: others change log-probabilities, but not those reported",
     "enable-deterministic-inference": SEED_42,  # sampling/sampling_batch_info.py: sampling_seed
@@ -19,6 +20,10 @@ REFUSED = {  # with what is accepted, and why; sources: SGLang 0.5.23
     "quantization": "null: quantized weights cannot be loaded a second time, which every weight sync does",
     "dtype": "null: device.dtype is that of trainer and engines",
     "random-seed": "null: each engine has one of its own, which follows from seed",
+    "speculative-algorithm": DRAFTS,
+    "speculative-draft-model-path": DRAFTS,
+    "speculative-accept-threshold-single": THRESHOLD,  # speculative/eagle_utils.py: eagle_sample
+    "speculative-accept-threshold-acc": THRESHOLD,
 }
 TENSOR_PARALLEL = "null: rollout.tensor_parallel, or teacher.devices, is its width"
 MODEL = "null: model.path, or teacher.path, names the model"
@@ -31,17 +36,13 @@ OWNED = {  # by settings that the rest of the run follows
     "port": "null: rollout.port is the port of the first engine",
     "api-key": "null: each server gets a key of its own",
 }
-REFUSED_ON_CPU = {  # speculative/eagle_utils.py: _verify_uses_greedy
-    "speculative-algorithm": "null on a CPU: there SGLang accepts the likeliest token at every temperature",
-}
 # managers/schedule_batch.py: is_prefill_only
 REFUSED_TO_SCORE = {"speculative-algorithm": "null: a teacher samples nothing"}
 
 
-def check_engine_flags(key: str, flags: Mapping[str, Any], device: DeviceKind, *, scores: bool = False) -> None:
+def check_engine_flags(key: str, flags: Mapping[str, Any], *, scores: bool = False) -> None:
     """Raise `ConfigError` for the first flag of `key` that an engine, or one that only `scores`, must not have."""
-    refused = REFUSED_TO_SCORE if scores else REFUSED | (REFUSED_ON_CPU if device is DeviceKind.cpu else {})
-    refused = refused | OWNED
+    refused = (REFUSED_TO_SCORE if scores else REFUSED) | OWNED
     for name, value in flags.items():
         if value is None or value is False:  # left out
             continue

@@ -6,6 +6,9 @@ from typing import Any
 from app.config.setting import ADDRESS, SECONDS, TEXTS, setting
 from app.errors import expect
 
+NO_DRAFTS, OWN_HEAD = "none", "mtp"  # values of `speculative` that are no directory
+DRAFTS = "none, mtp, or the directory of an EAGLE3 draft"
+
 
 @dataclass
 class RolloutConfig:
@@ -20,6 +23,12 @@ class RolloutConfig:
     max_prompt_tokens: int = setting(64, "Longer prompts are dropped from the data, and counted.", at_least=1)
     max_completion_tokens: int = setting(64, "Tokens after which a completion is truncated.", at_least=1)
     max_inflight_groups: int = setting(64, "Groups being sampled at a time, over all engines.", at_least=1)
+    speculative: str = setting(
+        NO_DRAFTS,
+        "Drafts of the next tokens, which an engine verifies in one pass: those of Qwen3.5's own head (mtp) or of an "
+        "EAGLE3 draft; what is sampled, and its log-probabilities, are the policy's all the same.",
+        noun=DRAFTS,
+    )
     urls: list[str] = setting(
         [], "Addresses of running SGLang servers; [] starts the run's own engines.", noun="a list of addresses"
     )
@@ -42,6 +51,11 @@ class RolloutConfig:
         "SGLang server flags without the dashes, over those of device.engine_args; those with which training would be "
         "wrong or that a setting decides are refused.",
     )
+
+    @property
+    def drafts(self) -> bool:
+        """Whether engines verify drafts."""
+        return self.speculative != NO_DRAFTS
 
     @property
     def max_tokens(self) -> int:

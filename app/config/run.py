@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
+from pathlib import Path
 
 from app.config.algorithm import AlgorithmConfig, Correction, OldPolicy
 from app.config.checkpoint import CheckpointConfig
@@ -17,13 +18,13 @@ from app.config.offload import OffloadConfig
 from app.config.placement import PlacementConfig, PlacementKind, Stream
 from app.config.recovery import RecoveryConfig
 from app.config.reward import RewardConfig
-from app.config.rollout import RolloutConfig
+from app.config.rollout import DRAFTS, NO_DRAFTS, OWN_HEAD, RolloutConfig
 from app.config.setting import check_bounds, setting
 from app.config.stop import StopConfig
 from app.config.teacher import TeacherConfig
 from app.config.tracking import TrackingConfig
 from app.config.trainer import TrainerConfig
-from app.config.weight_sync import WeightSyncConfig, transport_of
+from app.config.weight_sync import Verify, WeightSyncConfig, transport_of
 from app.errors import expect
 
 
@@ -167,10 +168,10 @@ class RunConfig:
         for section in (*sections, self.eval, self.tracking):
             section.validate()
         kind = self.device.kind
-        check_engine_flags("device.engine_args", self.device.engine_args, kind)
-        check_engine_flags("rollout.engine_args", self.rollout.engine_args, kind)
+        check_engine_flags("device.engine_args", self.device.engine_args)
+        check_engine_flags("rollout.engine_args", self.rollout.engine_args)
         sources = self.data.sources
-        self.teacher.validate(self.rollout.temperature, sources=sources, policy=self.model, device=kind)
+        self.teacher.validate(self.rollout.temperature, sources=sources, policy=self.model)
         if self.model.lora.enabled:
             self.weight_sync.validate_for_adapters()
         self.weight_sync.validate(
@@ -183,6 +184,7 @@ class RunConfig:
         if self.mode is Mode.sft:
             self._validate_demonstrations()
         self._validate_devices()
+        self._validate_drafts()
         self._validate_tasks()
         self._validate_rewards()
 
@@ -214,6 +216,24 @@ class RunConfig:
         expect(streams or self.placement.stream is not Stream.on, "placement.stream", self.placement.stream, accepted)
         for key in self.stop.given:
             expect(self.eval.every > 0, "eval.every", 0, f"the steps between evaluations, which {key} compares")
+
+    def _validate_drafts(self) -> None:
+        """Refuse drafts where SGLang would sample from another policy, or load them with the policy's weights.
+
+        Sources below sglang/srt: speculative/eagle_utils.py (`_verify_uses_greedy`), managers/schedule_batch.py
+        (`is_prefill_only`), managers/scheduler_components/weight_updater.py (`update_weights_from_disk`).
+        """
+        key, draft = "rollout.speculative", self.rollout.speculative
+        on_cpu, verifies = self.device.kind is DeviceKind.cpu, self.weight_sync.verify is not Verify.never
+        refused = [
+            (on_cpu, "with device=cpu, where SGLang accepts the likeliest token at every temperature"),
+            (bool(self.rollout.urls), "with rollout.urls, whose servers draft as they were started"),
+            (self.model.lora.enabled, "with model.lora.rank, whose adapters a draft would not follow"),
+            (verifies, "with weight_sync.verify, which loads the policy's export into the draft as well"),
+        ]
+        for applies, why in refused:
+            expect(not applies or not self.rollout.drafts, key, draft, f"{NO_DRAFTS} {why}")
+        expect(draft in (NO_DRAFTS, OWN_HEAD) or Path(draft).expanduser().is_dir(), key, draft, DRAFTS)
 
     def _validate_tasks(self) -> None:
         data, choice, turns = self.data, self.environment.choice, self.environment.multi_turn

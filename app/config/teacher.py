@@ -4,7 +4,6 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from app.config.device import DeviceKind
 from app.config.engine_flags import check_engine_flags
 from app.config.model import ModelConfig
 from app.config.setting import SECONDS, setting
@@ -62,12 +61,12 @@ class TeacherConfig:
             return None
         return ModelConfig(name="teacher", path=self.path, trust_remote_code=policy.trust_remote_code)
 
-    def validate(self, temperature: float, sources: Collection[str], policy: ModelConfig, device: DeviceKind) -> None:
+    def validate(self, temperature: float, sources: Collection[str], policy: ModelConfig) -> None:
         expect(self.path is None or not self.urls, "teacher.urls", self.urls, "null with teacher.path")
         if (model := self.model(policy)) is not None:
             with named("teacher.path"):
                 model.validate()
-        check_engine_flags("teacher.engine_args", self.engine_args, device, scores=True)
+        check_engine_flags("teacher.engine_args", self.engine_args, scores=True)
 
         by_source = self.urls if isinstance(self.urls, dict) else {ANY_SOURCE: self.urls or []}
         for source, urls in by_source.items():

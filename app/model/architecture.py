@@ -13,7 +13,7 @@ from typing import Any
 
 from app.config.engine_flags import CONTEXT_FLAG
 from app.config.model import ALL_LINEAR, TINY_PRESETS, LoraConfig, ModelConfig
-from app.config.rollout import RolloutConfig
+from app.config.rollout import NO_DRAFTS, OWN_HEAD, RolloutConfig
 from app.errors import ConfigError, expect, one_line
 from app.utils.hub import cached_file
 
@@ -176,6 +176,65 @@ def trained_parameters(model: Architecture, lora: LoraConfig) -> int:
 def layer_names(model: Architecture) -> set[str]:
     """Return the names of the linear layers that can have adapters."""
     return {*model.full_attention, *model.linear_attention, *model.mlp}
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Parameters of a draft of the next tokens, on an engine rank of `width`."""
+
+    layers: int  # with a KV cache like that of a layer of the policy
+    sharded: int  # parameters that tensor parallelism divides
+    whole: int  # parameters that every rank has
+    shared: int  # parameters of embedding and head that are the policy's once the engine has started
+
+    def parameters(self, width: int) -> float:
+        return self.sharded / width + self.whole
+
+
+def own_head(model: Architecture) -> Draft:
+    """Return the shapes of Qwen3.5's head for drafts: a layer with full attention over hidden states and embeddings."""
+    mixed = 2 * model.hidden * model.hidden
+    shared = model.root_parameters - model.hidden
+    return Draft(1, model.full_layer_parameters, mixed + 3 * model.hidden, shared)
+
+
+def eagle3(config: Mapping[str, Any]) -> Draft:
+    """Return the shapes of an EAGLE3 draft from its `config.json`.
+
+    Its first layer sees an embedding beside a mixture of three of the policy's hidden states.
+    """
+    hidden, layers, heads = config["hidden_size"], config["num_hidden_layers"], config["num_attention_heads"]
+    width = heads * (config.get("head_dim") or hidden // heads)
+    kv_width = width // heads * (config.get("num_key_value_heads") or heads)
+    projections = (layers + 1) * hidden * (width + 2 * kv_width) + layers * hidden * width
+    mlp = layers * 3 * hidden * config["intermediate_size"]
+    head = hidden * (config.get("draft_vocab_size") or 0)
+    mixed = 3 * (config.get("target_hidden_size") or hidden) * hidden
+    return Draft(layers, projections + mlp + head, mixed + (3 * layers + 1) * hidden, config["vocab_size"] * hidden)
+
+
+def draft_of(rollout: RolloutConfig, model: Architecture) -> Draft | None:
+    """Return the shapes of what drafts for a policy; None without drafts.
+
+    Raises:
+        ConfigError: The policy has no head for drafts, or the directory has no EAGLE3 draft for it.
+    """
+    key, path = "rollout.speculative", rollout.speculative
+    if path == NO_DRAFTS:
+        return None
+    if path == OWN_HEAD:
+        accepted = "the directory of an EAGLE3 draft: of the supported models Qwen3.5 alone has a head of its own"
+        expect(model.linear is not None, key, path, accepted)
+        return own_head(model)
+
+    config = checkpoint_config(ModelConfig(path=path)) or {}
+    kinds = config.get("architectures") or []
+    hidden = config.get("target_hidden_size") or config.get("hidden_size")
+    fits = (hidden, config.get("vocab_size")) == (model.hidden, model.vocabulary)
+    accepted = f"a directory whose {CHECKPOINT_CONFIG} is that of an EAGLE3 draft for {model.hidden} channels and "
+    accepted += f"{model.vocabulary} tokens"
+    expect(fits and any("eagle3" in str(kind).lower() for kind in kinds), key, path, accepted)
+    return eagle3(config)
 
 
 VISION_PARAMETERS = 456_010_480  # of the Qwen3.5 tower

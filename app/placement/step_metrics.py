@@ -8,7 +8,8 @@ from app.algorithm.filter import RolloutCounts
 from app.algorithm.metrics import advantage_metrics, group_metrics, source_metrics, staleness_metrics
 from app.types import Ending, Episode, Group, InFlight, ScoredGroup, StepReport, SyncReport
 
-OWN_METRICS = ("turns", "sequences", "wall_seconds", "engine_seconds", "prompt_tokens", "cached_tokens")
+OF_REQUESTS = ("prompt_tokens", "cached_tokens", "verify_passes")
+OWN_METRICS = ("turns", "sequences", "wall_seconds", "engine_seconds", *OF_REQUESTS)
 TOOL_CALLS, TOOL_FAILURES = "tool_calls", "tool_failures"
 
 
@@ -47,6 +48,11 @@ def step_metrics(
     metrics["rollout/discarded_tokens"] = float(counts.discarded_tokens)
     completion_tokens = metrics["tokens/completion"] + counts.discarded_tokens
     metrics["rollout/discarded_fraction"] = counts.discarded_tokens / max(1.0, completion_tokens)
+
+    drafted = [each for group in sampled for each in group.trajectories if each.verify_passes]
+    if drafted:
+        passes = sum(each.verify_passes for each in drafted)
+        metrics["rollout/accept_length"] = sum(each.sampled_tokens for each in drafted) / passes
 
     metrics |= report.metrics
     metrics |= sync.metrics

@@ -32,9 +32,10 @@ RESULTS = (metrics_file.NAME, "parity.json")  # a folder with one of them holds 
 RESUMABLE = (
     "steps", "epochs", "stop", "eval.every", "checkpoint", "tracking", "recovery", "cluster", "offload", "weight_sync",
     "model.path", "model.chat_template", "placement.devices", "placement.trainer_devices", "placement.rollout_devices",
-    "rollout.urls", "rollout.port", "rollout.memory_fraction", "rollout.max_inflight_groups", "rollout.stall_timeout_s",
-    "rollout.start_timeout_s", "teacher.urls", "teacher.devices", "teacher.timeout_s", "trainer.compile",
-    "trainer.activation_checkpointing", "trainer.tokens_per_microbatch", "trainer.profile_steps", "trainer.replicas",
+    "rollout.urls", "rollout.port", "rollout.memory_fraction", "rollout.max_inflight_groups", "rollout.speculative",
+    "rollout.stall_timeout_s", "rollout.start_timeout_s", "teacher.urls", "teacher.devices", "teacher.timeout_s",
+    "trainer.compile", "trainer.activation_checkpointing", "trainer.tokens_per_microbatch", "trainer.profile_steps",
+    "trainer.replicas",
     "trainer.timeout_s",
 )  # fmt: skip
 EVALUABLE = (

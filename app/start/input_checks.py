@@ -14,6 +14,7 @@ from app.config import Mode, RunConfig
 from app.config.data import TEMPLATE_KWARGS
 from app.config.model import ModelConfig
 from app.config.placement import PlacementKind
+from app.config.rollout import OWN_HEAD
 from app.config.trainer import Optimizer
 from app.data import rows
 from app.data.build import check_template, conversation, rendering_warnings
@@ -24,13 +25,15 @@ from app.model.architecture import (
     Architecture,
     architecture_of,
     checkpoint_config,
+    draft_of,
+    from_config,
     layer_names,
     require_context,
     require_own_preset,
     trained_parameters,
 )
 from app.model.hf_directory import identity, load_tokenizer, require_complete, require_window
-from app.model.lora.base_weights import check_targets, require_targets
+from app.model.lora.base_weights import check_targets, has_own_head, require_targets
 from app.start.environments import require_rendering
 from app.start.inputs import CheckStage, CheckStatus, Finding, RunInputs
 from app.tracking.dashboards import require_trackers
@@ -81,8 +84,10 @@ def sizes(run: RunInputs) -> None:
     require_own_preset(config.model)
     require_context(config.rollout, checkpoint_config(config.model), str(config.model.path))
     known = architecture_of(config.model)
-    if config.model.lora.enabled and known is not None:
-        check_targets(config.model.lora.targets, layer_names(known))
+    if known is not None:
+        draft_of(config.rollout, known)
+        if config.model.lora.enabled:
+            check_targets(config.model.lora.targets, layer_names(known))
 
 
 def model(run: RunInputs) -> Iterator[Finding]:
@@ -167,6 +172,11 @@ def model_files(run: RunInputs) -> None:
     require_window(run.model_path, tokens=config.rollout.max_tokens)
     if config.model.lora.enabled:
         require_targets(run.model_path, config.model.lora)
+    if (known := from_config(fields or {})) is not None:
+        draft_of(config.rollout, known)
+    if config.rollout.speculative == OWN_HEAD:
+        accepted = "none, or a checkpoint with mtp.* tensors: an engine would draft with a head of random weights"
+        expect(has_own_head(run.model_path), "rollout.speculative", OWN_HEAD, accepted)
 
 
 def linear_attention(run: RunInputs) -> Iterator[Finding]:

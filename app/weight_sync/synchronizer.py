@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     Synchronizer: TypeAlias = "BucketedWeightSynchronizer | AdapterSynchronizer"
 
 CLOSE_TIMEOUT_S = 3.0
+TARGET = {"selector": "target"}  # by default SGLang offers a policy's weights to the loader of its draft as well
 SESSION_OPEN = "already open"  # in the server's error about a session that a failed sync left open
 TRANSPORTS: Mapping[TransportKind, Callable[..., Transport]] = {
     TransportKind.collective: CollectiveTransport,
@@ -178,6 +179,7 @@ class BucketedWeightSynchronizer:
             body = self.transport.request_body(engine_index, ready)
             body["weight_version"] = str(version) if last else None
             body["flush_cache"] = last and self._flush_cache
+            body |= TARGET
             calls[engine.name] = engine.update(self.transport.route, body)
         return calls
 
@@ -198,12 +200,12 @@ class BucketedWeightSynchronizer:
     async def _begin_update(self, engine: RolloutEngine) -> None:
         # SGLang keeps the session of a failed sync open, and refuses a second one.
         try:
-            await engine.update("begin_weight_update", {})
+            await engine.update("begin_weight_update", TARGET)
         except EngineError as error:
             if SESSION_OPEN not in str(error):
                 raise
             await engine.update("end_weight_update", {})
-            await engine.update("begin_weight_update", {})
+            await engine.update("begin_weight_update", TARGET)
 
     # --- state of a sync
 

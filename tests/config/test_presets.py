@@ -137,7 +137,8 @@ def test_only_an_algorithm_preset_says_more_of_an_algorithm_than_its_sizes(path:
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_an_experiment_composes_to_what_its_name_says(name: str) -> None:
     config = composed(f"experiment={name}")
-    hardware, _, rest = name.partition("_")
+    hardware, _, rest = name.removesuffix("_mtp").partition("_")
+    assert config.rollout.drafts is name.endswith("_mtp")
     placement, _, model = rest.rpartition("_")
     kind = hardware.rstrip("0123456789")
 

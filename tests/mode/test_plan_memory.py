@@ -159,6 +159,35 @@ def test_the_engine_of_the_mission(mission: dict[tuple[str, str], Phase]) -> Non
     assert (slots, tokens) == (1596, 2_788_784)
 
 
+def test_an_engine_that_drafts_is_a_hand_count() -> None:
+    """Four tokens are verified at a time: so many states of each request, and rows of logits in four copies."""
+    plan = memory_plan(QWEN35_9B, "experiment=cuda4_colocate_9b_mtp", "device.memory_gib=80")
+    draft = 2 * (FULL // 8 + MLP // 32) / 4 + 2 * (2 * 4096 * 4096 + 3 * 4096)  # a layer; every rank mixes the inputs
+    rest = 0.7 * 80 * GIB - (P + VISION_PARAMETERS) * 2 / 4 - draft - 2 * 248_320 * 4096 * 2 / 4
+    slots = int(rest * 0.9 / 1.9 // (12_877_824 * (1 + 4 / 5)))
+    states = 12_877_824 * (slots + 4 * min(256, slots // 5))
+    tokens = int((rest - states) // (8192 + 1024))
+
+    phases = {phase.name: phase.items for phase in plan.phases}
+    assert phases["generate"]["draft weights"] == phases["sync"]["draft weights"] == pytest.approx(draft)
+    assert "draft weights" not in phases["backward of a layer"]
+    assert phases["generate"]["recurrent states"] == states
+    assert phases["generate"]["KV cache"] == tokens * (8192 + 1024)
+    chunk = 8192 * (4 * 4096 + 3 * 12288 / 4) * 2
+    assert phases["generate"]["engine activations"] == chunk + 4 * 4 * 4 * 256 * 248_320
+    assert plan.engine.fitting(9216) == slots // 5
+
+
+def test_without_a_radix_cache_states_of_drafts_come_before_the_kv_cache() -> None:
+    off = ("rollout.speculative=mtp", "experiment=cuda8_fully_async_9b", "device.memory_gib=80")
+    engine = memory_plan(QWEN35_9B, *off).engine
+    assert engine.state_requests == 384
+    assert engine.verified_states == 4 * 384 * engine.state_bytes
+    assert (
+        engine.fitting(9216) < 384 // 8 < memory_plan(QWEN35_9B, *off, "rollout.speculative=none").engine.fitting(9216)
+    )
+
+
 def test_a_request_takes_five_recurrent_states_and_one_without_a_radix_cache() -> None:
     mission = ("device=npu", "placement=fully_async", "model=qwen35_9b")
     assert memory_plan(QWEN35_9B, *mission).engine.state_requests == 1596 // 5

@@ -2,6 +2,8 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from app.model.architecture import (
     adapter_parameters,
     architecture_of,
     context_tokens,
+    draft_of,
     from_config,
     require_context,
     trained_parameters,
@@ -50,6 +53,35 @@ def test_known_models_have_the_parameters_of_transformers_and_those_published() 
 def parameters_on_meta(config: object) -> int:
     with torch.device("meta"):
         return sum(p.numel() for p in transformers().AutoModelForCausalLM.from_config(config).parameters())
+
+
+def test_drafts_have_the_parameters_of_their_modules() -> None:
+    shapes = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
+    layer = parameters_on_meta(transformers().Qwen3_5TextConfig(**shapes)) - QWEN35_9B.root_parameters
+    head = draft_of(RolloutConfig(speculative="mtp"), QWEN35_9B)
+    assert head is not None
+    assert head.parameters(1) == layer + 2 * 4096 * 4096 + 3 * 4096  # mtp.layers, mtp.fc, three norms
+    assert head.parameters(4) == layer / 4 + 2 * 4096 * 4096 + 3 * 4096
+    assert head.shared == 2 * 248_320 * 4096
+
+
+def test_an_eagle3_draft_has_the_parameters_of_its_tensors(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 96, "target_hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    words = {"vocab_size": 100, "draft_vocab_size": 32, "architectures": ["LlamaForCausalLMEagle3"]}
+    (tmp_path / "config.json").write_text(json.dumps({**sizes, **heads, **words}))
+    projections = [(64, 192), (32, 192), (32, 192), (96, 64)]  # queries, keys and values of embedding and hidden state
+    split = [*projections, (128, 96), (128, 96), (96, 128), (32, 96)]  # MLP, head
+    whole = [(96, 3 * 64), (96,), (96,), (96,), (96,)]  # of three hidden states; norms
+    policy = replace(QWEN3_4B, hidden=64, vocabulary=100)
+    draft = draft_of(RolloutConfig(speculative=str(tmp_path)), policy)
+    assert draft is not None
+    assert (draft.sharded, draft.whole, draft.shared) == (*(sum(map(prod, each)) for each in (split, whole)), 9600)
+
+    other = replace(policy, vocabulary=101)
+    for path, of in ((str(tmp_path), other), (str(tmp_path / "none"), policy), ("mtp", policy)):
+        with refused("rollout.speculative", path):
+            draft_of(RolloutConfig(speculative=path), of)
 
 
 def test_cache_and_state_of_a_request_match_a_hand_calculation() -> None:

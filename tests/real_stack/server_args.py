@@ -5,7 +5,7 @@ import os
 import tempfile
 import traceback
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from app.config import RunConfig
 from app.config.device import DeviceKind
 from app.config.placement import PlacementKind
 from app.device import device_of
-from app.rollout.engine.server_args import engine_flags, render_flags
+from app.rollout.engine.server_args import engine_flags, model_flags, render_flags
 from tests.bench.random_model import QWEN3_4B
 from tests.compose import composed
 
@@ -34,7 +34,13 @@ SHOWN = (
     "mem_fraction_static",
     "disable_radix_cache",
     "disable_custom_all_reduce",
+    "speculative_algorithm",
+    "speculative_num_draft_tokens",
+    "speculative_use_rejection_sampling",
+    "enable_draft_weights_cpu_backup",
+    "disable_overlap_schedule",
 )
+OWN_HEAD_DRAFTS = ("rollout.speculative=mtp",)
 LINEAR_HEADS = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
 
 
@@ -42,18 +48,26 @@ LINEAR_HEADS = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
 class Case:
     overrides: tuple[str, ...]
     devices: int  # of the run
+    eagle3: bool = False  # with a draft for Qwen3-4B
 
     @property
     def name(self) -> str:
-        return " ".join(self.overrides)
+        return " ".join(self.overrides) + " with an EAGLE3 draft" * self.eagle3
 
 
 def cases(device: DeviceKind) -> list[Case]:
-    """Every experiment of a device, and every model preset in both placements on as many devices as it can have."""
+    """Every experiment of a device, and every model preset in both placements on as many devices as it can have.
+
+    On CUDA every experiment with drafts, too.
+    """
     found = [
         Case((f"experiment={path.stem}",), composed(f"experiment={path.stem}").device_count)
         for path in sorted(CONF.glob(f"experiment/{device.name}*.yaml"))
     ]
+    for case in [*found] if device is DeviceKind.cuda else ():  # nobody has resolved them on NPUs
+        drafts = OWN_HEAD_DRAFTS if case.overrides[0].endswith("9b") else ()
+        if not composed(*case.overrides).rollout.drafts:
+            found.append(replace(case, overrides=(*case.overrides, *drafts), eagle3=not drafts))
     for path in sorted(CONF.glob("model/*.yaml")):
         model = (f"model={path.stem}", *(("model.path=Qwen/Qwen3-1.7B",) if path.stem == "hf" else ()))
         for placement in PlacementKind:
@@ -79,14 +93,16 @@ def _layouts(overrides: tuple[str, ...], placement: PlacementKind) -> Iterator[t
 
 def write_models(folder: Path) -> dict[str, Path]:
     """Write a `config.json` for each kind of model that presets name; a server's arguments need no weights."""
-    from transformers import Qwen3_5Config, Qwen3_5TextConfig, Qwen3Config
+    from transformers import LlamaConfig, Qwen3_5Config, Qwen3_5TextConfig, Qwen3Config
 
     linear = {"linear_key_head_dim": 32, "linear_value_head_dim": 32, **LINEAR_HEADS}
+    draft = LlamaConfig(**dict(QWEN3_4B) | {"num_hidden_layers": 1, "draft_vocab_size": 32000})
     kinds = {
         "qwen3": (Qwen3Config(**QWEN3_4B), "Qwen3ForCausalLM"),
         "qwen35": (Qwen3_5Config(), "Qwen3_5ForConditionalGeneration"),
         "tiny": (Qwen3Config(**TINY, **TINY_HEADS), "Qwen3ForCausalLM"),
         "tiny_qwen35": (Qwen3_5TextConfig(**TINY, **TINY_HEADS, **linear), "Qwen3_5ForCausalLM"),
+        "eagle3": (draft, "LlamaForCausalLMEagle3"),
     }
     models = {}
     for name, (config, architecture) in kinds.items():
@@ -123,9 +139,10 @@ def resolve_all(device: DeviceKind, pretend: Any) -> dict[str, Any]:
 def _resolved(case: Case, models: dict[str, Path], pretend: Any) -> dict[str, Any]:
     from sglang.srt.server_args import prepare_server_args
 
-    config = composed(*case.overrides)
+    config = composed(*case.overrides, *([f"rollout.speculative={models['eagle3']}"] if case.eagle3 else []))
     flags = engine_flags(config, device_of(config.device.kind))
-    given = {"model-path": str(models[model_of(config)]), "host": "127.0.0.1", "port": 31234, **flags}
+    flags |= model_flags(str(models[model_of(config)]), flags)
+    given = {"host": "127.0.0.1", "port": 31234, **flags}
     pretend(case.devices)
     arguments = prepare_server_args([*render_flags(given), "--api-key=key"])
     arguments.resolve_once()

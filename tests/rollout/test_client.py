@@ -66,6 +66,30 @@ def test_the_first_token_after_a_sync_in_place_counts_as_the_version_before(
     assert [(each.version, each.start, each.end) for each in counted] == expected
 
 
+@pytest.mark.parametrize(
+    ("reported", "expected"),
+    [
+        ([(4, 0, 3), (5, 3, 20)], [(4, 0, 7), (5, 7, 20)]),
+        ([(5, 0, 10)], [(4, 0, 4), (5, 4, 10)]),
+        ([(4, 0, 3), (5, 3, 6)], [(4, 0, 6)]),
+        ([(4, 0, 3), (5, 3, 5), (6, 5, 8)], [(4, 0, 7), (5, 7, 8)]),
+    ],
+)
+def test_with_drafts_as_many_tokens_as_a_pass_may_accept_count_as_the_version_before(
+    reported: list[tuple[int, int, int]], expected: list[tuple[int, int, int]]
+) -> None:
+    counted = spans_in_place([VersionSpan(*each) for each in reported], 4, 4)
+    assert [(each.version, each.start, each.end) for each in counted] == expected
+
+
+def test_an_answer_says_how_many_passes_verified_its_drafts() -> None:
+    meta = {"spec_verify_ct": 5, "spec_num_proposed_drafts": 15, "spec_accept_length": 2.4}
+    drafted = asyncio.run(parse({"meta_info": answer([(-1.0, 2)], "stop")["meta_info"] | meta}, 3))
+    assert (drafted.completion.verify_passes, drafted.tokens_at_once) == (5, 4)
+    plain = asyncio.run(parse(answer([(-1.0, 2)], "stop"), 3))
+    assert (plain.completion.verify_passes, plain.tokens_at_once) == (0, 1)
+
+
 def answer(pairs: list[tuple[float, int]], reason: str | None) -> dict[str, Any]:
     finish = None if reason is None else {"type": reason}
     return {"meta_info": {"output_token_logprobs": [[*pair, None] for pair in pairs], "finish_reason": finish}}

@@ -9,7 +9,7 @@ import pytest
 from app.device import device_of
 from app.rollout.engine.launcher import forbid_expandable_segments
 from app.rollout.engine.server import Server
-from app.rollout.engine.server_args import engine_flags, engine_seed
+from app.rollout.engine.server_args import engine_flags, engine_seed, teacher_flags
 from tests.compose import composed
 from tests.rollout.support import KEY, server_spec
 
@@ -38,6 +38,27 @@ def test_a_server_holds_the_adapters_of_all_policies_in_flight(overrides: list[s
     assert flags["max-loaded-loras"] == flags["max-loras-per-batch"] == most
     assert (flags["enable-lora"], flags["lora-target-modules"], flags["lora-backend"]) == (True, "all", "csgmv")
     assert flags["max-lora-rank"] == config.model.lora.rank > 0
+
+
+@pytest.mark.parametrize(("placement", "released"), [("colocate", True), ("fully_async", False)])
+def test_drafts_of_the_models_own_head_are_loaded_from_the_model_and_copied_where_it_is_released(
+    placement: str, released: bool, tmp_path: Path
+) -> None:
+    config = composed("device=cuda", "model=qwen35_9b", f"placement={placement}", "rollout.speculative=mtp")
+    flags = engine_flags(config, device_of(config.device.kind))
+    chain = [flags[f"speculative-{name}"] for name in ("num-steps", "eagle-topk", "num-draft-tokens")]
+    assert (flags["speculative-algorithm"], chain) == ("EAGLE", [3, 1, 4])
+    assert flags["enable-draft-weights-cpu-backup"] is released
+    assert not any("speculative" in flag for flag in teacher_flags(config, device_of(config.device.kind)))
+
+    command = replace(server_spec(tmp_path, tmp_path, name="engine 0"), flags=flags).command()
+    assert command[command.index("--speculative-draft-model-path") + 1] == str(tmp_path)
+
+
+def test_drafts_of_a_directory_are_an_eagle3_models(tmp_path: Path) -> None:
+    config = composed("device=cuda", "model=qwen3_4b", f"rollout.speculative={tmp_path}")
+    flags = engine_flags(config, device_of(config.device.kind))
+    assert (flags["speculative-algorithm"], flags["speculative-draft-model-path"]) == ("EAGLE3", str(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -3,15 +3,20 @@
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from app.errors import ConfigError
+from app.model.lora.base_weights import SINGLE
+from app.start.input_checks import model_files
 from app.start.inputs import CheckStage, CheckStatus, RunInputs
 from app.start.preflight import CHECKS, findings, preflight
 from tests.compose import composed
-from tests.model.support import save_qwen3
+from tests.model.support import save_qwen3, save_qwen35
 from tests.refusals import refused
 
 OWN_MODEL = ("model=hf", "data=arithmetic", "rollout.max_prompt_tokens=64", "rollout.max_completion_tokens=64")
@@ -132,3 +137,13 @@ print(len(tokens), "torch" in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.splitlines()[-1] == "4 False"
+
+
+@pytest.mark.parametrize("tensors", [{"mtp.fc.weight"}, set()])
+def test_a_model_drafts_with_a_head_that_its_checkpoint_has(tensors: set[str], tmp_path: Path) -> None:
+    path = save_qwen35(tmp_path / "model")
+    kept = {name: each for name, each in load_file(path / SINGLE).items() if not name.startswith("mtp.")}
+    save_file(kept | {name: torch.ones(2) for name in tensors}, path / SINGLE)
+    config = composed("device=cuda", *OWN_MODEL, f"model.path={path}", "rollout.speculative=mtp")
+    with nullcontext() if tensors else refused("rollout.speculative", "mtp"):
+        model_files(RunInputs(config, CheckStage.start))

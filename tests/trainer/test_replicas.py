@@ -109,7 +109,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("replicas")
     path = save_qwen3(folder / "policy", tied=False)
     groups = sampled(path, scored_groups(8))
-    scenarios = {name: Scenario(**({"algorithm": GRPO, "groups": groups} | each)) for name, each in SCENARIOS.items()}
+    given: dict[str, Any] = {"algorithm": GRPO, "groups": groups}
+    scenarios = {name: Scenario(**given | each) for name, each in SCENARIOS.items()}
     return run_on(RANKS, played, folder / "results.pt", path, folder, scenarios)
 
 

@@ -125,6 +125,7 @@ class EngineDouble:
         self.name = name
         self.refuses = refuses
         self.requests: list[str] = []  # routes
+        self.bodies: list[Mapping[str, Any]] = []
 
     async def pause(self, in_flight: InFlight) -> None:
         self.requests.append("pause")
@@ -138,6 +139,7 @@ class EngineDouble:
     async def update(self, route: str, body: Mapping[str, Any]) -> dict[str, Any]:
         index = self.requests.count(route)
         self.requests.append(route)
+        self.bodies.append(body)
         await asyncio.sleep(0.2)  # so that the trainer's call begins
         if (route, index) == self.refuses:
             raise EngineError(f"{self.name}: refused by the test")

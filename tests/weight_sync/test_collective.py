@@ -168,5 +168,8 @@ async def test_an_engine_that_refuses_a_bucket_leaves_no_rank_behind(
     assert await asyncio.wait_for(two_ranks.version(), SOON_S) == 0
     assert "resume" not in refusing.requests
 
-    report = await (await synchronizer("prompt_double", EngineDouble())).sync(2)
+    engine = EngineDouble()
+    report = await (await synchronizer("prompt_double", engine)).sync(2)
     assert report.buckets == 9
+    # the session and its buckets: the weights of a draft stay as they are
+    assert [each["selector"] for each in engine.bodies if "selector" in each] == ["target"] * (1 + 9)

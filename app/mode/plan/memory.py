@@ -15,8 +15,8 @@ from app.config.offload import OptimizerOffload
 from app.config.trainer import Checkpointing
 from app.device import Device
 from app.mode.plan.trainer_memory import FLOAT32, Items, TrainerMemoryPlan, plan_trainer
-from app.model.architecture import Architecture, adapter_parameters, architecture_of
-from app.rollout.engine.server_args import engine_flags, teacher_flags
+from app.model.architecture import Architecture, adapter_parameters, architecture_of, draft_of
+from app.rollout.engine.server_args import VERIFIED, engine_flags, teacher_flags
 from app.utils.units import GIB
 
 CONV_BYTES = 2  # SGLang keeps the inputs of the convolution in bfloat16
@@ -43,6 +43,8 @@ class EngineMemoryPlan:
     activations: float  # bytes
     kept: Items  # weights that no sync would bring back, so that they are not released
     resident: Items  # what no release frees
+    drafting: Items  # weights of a draft, which a release frees: they have a copy in host memory
+    verified_states: float = 0.0  # bytes: one state of each drafted token of each request
 
     @property
     def state_requests(self) -> int | None:
@@ -59,18 +61,19 @@ class EngineMemoryPlan:
         """KV cache and request states."""
         items: Items = {"KV cache": self.kv_tokens * self.token_bytes}
         if self.state_slots is not None:
-            items["recurrent states"] = self.state_slots * self.state_bytes
+            items["recurrent states"] = self.state_slots * self.state_bytes + self.verified_states
         return items
 
     @property
     def generating(self) -> Items:
         """What an engine uses while it generates."""
         work = {"engine weights": self.weights, "engine activations": self.activations}
-        return {**work, **self.kept, **self.caches, **self.resident}
+        return {**work, **self.drafting, **self.kept, **self.caches, **self.resident}
 
     def syncing(self, bucket: float) -> Items:
         """What an engine with released caches uses during a sync: weights, and a bucket with the loader's copy."""
-        return {"engine weights": self.weights, **self.kept, "received bucket": 2 * bucket, **self.resident}
+        weights = {"engine weights": self.weights, **self.drafting, **self.kept}
+        return {**weights, "received bucket": 2 * bucket, **self.resident}
 
 
 def plan_engine(
@@ -98,20 +101,33 @@ def plan_engine(
 
     cache_bytes = float(str(flags["mem-fraction-static"])) * capacity - max(weights, sum(kept.values()))
     token_bytes = model.kv_bytes_per_token(item, width)
+    drafting: Items = {}
+    verified = int(str(flags.get(VERIFIED) or 0))
+    draft = draft_of(config.rollout, model) if verified else None
+    if draft is not None:
+        drafting = {"draft weights": draft.parameters(width) * item}
+        # SGLang sizes the caches before the draft's own embedding and head give way to the policy's.
+        cache_bytes -= drafting["draft weights"] + draft.shared * item / width
+        token_bytes += token_bytes * draft.layers // model.full_layers
     state_bytes = model.state_bytes_per_request(CONV_BYTES, width)
     requests = int(str(flags["max-running-requests"]))
-    state_slots = max(0, int(cache_bytes * STATE_SHARE // state_bytes)) if state_bytes else None
-    states_per_request = STATES_PER_REQUEST + TRACKING_STATES
-    if state_slots is not None and flags.get("disable-radix-cache"):
-        state_slots = min(state_slots, requests)
-        states_per_request = 1
-    kv_tokens = max(0, int((cache_bytes - (state_slots or 0) * state_bytes) // token_bytes))
+    alone = flags.get("disable-radix-cache")  # then each request has one state, whatever the KV cache is left
+    states_per_request = 1 if alone else STATES_PER_REQUEST + TRACKING_STATES
+    slot_bytes = state_bytes * (1 + verified / states_per_request)
+    state_slots = None
+    if state_bytes:
+        state_slots = requests if alone else max(0, int(cache_bytes * STATE_SHARE // slot_bytes))
+    # An engine goes back to the state after the last accepted token: it keeps the state after each verified one.
+    verified_states = float(verified * state_bytes * min(requests, (state_slots or 0) // states_per_request))
+    kv_tokens = max(0, int((cache_bytes - (state_slots or 0) * state_bytes - verified_states) // token_bytes))
     kv_tokens = min(kv_tokens, int(str(flags.get("max-total-tokens") or kv_tokens)))
 
-    # a prefill chunk in one layer, and the float32 logits twice (they become log-probabilities)
+    # a prefill chunk in one layer, and the float32 logits twice (they become log-probabilities); those of all verified
+    # tokens four times: of the graph, gathered, at the temperature, as log-probabilities
     chunk = int(str(flags.get("chunked-prefill-size") or DEFAULT_PREFILL))
     layer = min(chunk, kv_tokens or chunk) * (4 * model.hidden + 3 * model.ffn / width) * item
-    activations = layer + 2 * FLOAT32 * (logit_rows or requests) * model.vocabulary
+    copies = 4 * verified if verified else 2
+    activations = layer + copies * FLOAT32 * (logit_rows or requests) * model.vocabulary
 
     return EngineMemoryPlan(
         weights=weights,
@@ -124,6 +140,8 @@ def plan_engine(
         activations=activations,
         kept=kept,
         resident={"engine runtime": device.engine_runtime_gib * GIB},
+        drafting=drafting,
+        verified_states=verified_states,
     )
 
 

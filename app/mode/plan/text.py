@@ -28,7 +28,7 @@ from app.mode.plan.memory import (
 )
 from app.mode.plan.trainer_memory import BACKWARD
 from app.model.architecture import Architecture, adapter_parameters
-from app.rollout.engine.server_args import render_flags, teacher_flags
+from app.rollout.engine.server_args import VERIFIED, model_flags, render_flags, teacher_flags
 from app.start.input_checks import CHECKPOINT_BYTES, plan_disk
 from app.tracking.number_format import duration
 from app.utils.units import GIB, MIB, size
@@ -102,6 +102,11 @@ def _caches(config: RunConfig, model: Architecture, engine: EngineMemoryPlan, fl
         lines.append(
             f"  recurrent states: {engine.states_per_request} of {engine.state_bytes / MIB:.1f} MiB per request and "
             f"engine rank; {engine.state_requests:,} requests"
+        )
+    if drafted := engine.drafting:
+        lines.append(
+            f"  drafts of rollout.speculative={rollout.speculative}: weights of {_gib(sum(drafted.values()))}, "
+            f"{flags[VERIFIED]} tokens of a request verified a pass; the time below is without what they gain"
         )
     longest = rollout.max_tokens
     lines.append(
@@ -191,7 +196,7 @@ def engines(config: RunConfig, device: Device, flags: Mapping[str, object]) -> l
 
 
 def _command(model: ModelConfig, device: Device, flags: Mapping[str, object]) -> list[str]:
-    flags = {"model-path": model.local if model.local.is_dir() else model.path, **flags}
+    flags = {**model_flags(model.local if model.local.is_dir() else str(model.path), flags), **flags}
     environment = [" ".join(f"{name}={value}" for name, value in device.engine_env.items())]
     command = shlex.join(["python", "-m", "app.rollout.engine.launcher", *render_flags(flags)])
     return [f"  {line}" for line in (*environment, command) if line]

@@ -90,6 +90,11 @@ def require_targets(path: Path, lora: LoraConfig) -> None:
         check_targets(lora.targets, {name.removesuffix(WEIGHT).rpartition(".")[2] for name in layers} - {*DECAYS})
 
 
+def has_own_head(path: Path) -> bool:
+    """Whether a model directory has the head that drafts tokens; transformers leaves it out of what it saves."""
+    return any(tensor.name.startswith("mtp.") for tensor in _stored(path))
+
+
 def check_targets(targets: Sequence[str], known: set[str]) -> None:
     """Raise `ConfigError` if a target is not one of the decoder's linear layers, or half of a fused one."""
     accepted = f"[{ALL_LINEAR}], or some of {', '.join(sorted(known))}"

@@ -38,6 +38,7 @@ class Reply:
 
     completion: Completion
     abort_reason: str | None  # SGLang's, if it was aborted
+    tokens_at_once: int = 1  # that a pass can sample: above 1 with drafts
 
 
 class Client:
@@ -199,8 +200,10 @@ async def parse(reply: Mapping[str, Any], version: int, *, adapted: bool = False
         reason,
         (VersionSpan(version, 0, len(token_ids)),) if adapted else spans(meta, len(token_ids), version),
         cached_tokens=int(meta.get("cached_tokens") or 0),
+        verify_passes=int(meta.get("spec_verify_ct") or 0),
     )
-    return Reply(completion, str(finish.get("message")) if reason is FinishReason.abort else None)
+    drafted = int(meta.get("spec_num_proposed_drafts") or 0) // max(1, completion.verify_passes)
+    return Reply(completion, str(finish.get("message")) if reason is FinishReason.abort else None, drafted + 1)
 
 
 def spans(meta: Mapping[str, Any], tokens: int, version: int) -> tuple[VersionSpan, ...]:
@@ -225,19 +228,19 @@ def spans(meta: Mapping[str, Any], tokens: int, version: int) -> tuple[VersionSp
     return tuple(reported)
 
 
-def spans_in_place(reported: Sequence[VersionSpan], version: int) -> tuple[VersionSpan, ...]:
-    """Return spans in which the first token after each sync counts as the previous version's.
+def spans_in_place(reported: Sequence[VersionSpan], version: int, tokens_at_once: int = 1) -> tuple[VersionSpan, ...]:
+    """Return spans in which the first tokens after each sync, `tokens_at_once`, count as the previous version's.
 
     SGLang's overlap scheduler keeps one sampled batch through a sync in place and reports its tokens under the new
-    version. If the first token of all is newer than `version`, it counts as the version before its own: each sync adds
-    one.
+    version; with drafts it may have fewer tokens, and the rest counts as older than it is. If the first token of all is
+    newer than `version`, it counts as the version before its own: each sync adds one.
     """
     starts: list[tuple[int, int]] = []  # version, first token
     for span in reported:
         synced_meanwhile = span.version > version
         if synced_meanwhile and not starts:
             starts.append((span.version - 1, 0))
-        starts.append((span.version, span.start + synced_meanwhile))
+        starts.append((span.version, min(span.start + synced_meanwhile * tokens_at_once, reported[-1].end)))
 
     ends = [*(start for _, start in starts[1:]), reported[-1].end]
     return tuple(

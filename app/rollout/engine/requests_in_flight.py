@@ -148,7 +148,10 @@ class RequestsInFlight:
                 f"{self._name} aborted {len(reasons)} of {len(replies)} completions of prompt {request.name} "
                 f"by itself: {reasons[0]}"
             )
-        completions = [reply.completion for reply in replies]
-        if group.paused_in_place and adapter is None:
-            return [replace(each, spans=spans_in_place(each.spans, request.version)) for each in completions]
-        return completions
+        if not group.paused_in_place or adapter is not None:
+            return [reply.completion for reply in replies]
+        return [
+            replace(each, spans=spans_in_place(each.spans, request.version, reply.tokens_at_once))
+            for reply in replies
+            for each in [reply.completion]
+        ]

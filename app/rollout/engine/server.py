@@ -19,7 +19,7 @@ from pathlib import Path
 
 from app.device.base import Fork, ServerProcess
 from app.errors import EngineError, EngineLost
-from app.rollout.engine.server_args import render_flags
+from app.rollout.engine.server_args import model_flags, render_flags
 from app.types import EngineStart
 from app.utils.child_environment import for_children
 from app.utils.net import bracketed, reserve_port
@@ -55,7 +55,8 @@ class ServerSpec:
     fork: Fork | None = None  # forks the server from a process that has imported SGLang, on the driver's machine
 
     def arguments(self) -> list[str]:
-        return render_flags({"model-path": self.model_path, "host": self.host, "port": self.port, **self.flags})
+        model = model_flags(self.model_path, self.flags)
+        return render_flags({**model, "host": self.host, "port": self.port, **self.flags})
 
     def command(self) -> list[str]:
         return [*module_command("app.rollout.engine.launcher"), *self.arguments()]

@@ -2,13 +2,17 @@
 
 import zlib
 from collections.abc import Mapping
+from pathlib import Path
 
 from app.config import RunConfig
 from app.config.placement import PlacementKind
+from app.config.rollout import OWN_HEAD
 from app.config.teacher import MAX_REQUESTS
 from app.device import Device
 
 MAX_SEED = 2**31 - 1
+DRAFTED = 3  # tokens a pass; SGLang's choice for a chain of drafts
+OWN_DRAFTS, DRAFT_MODEL, VERIFIED = "EAGLE", "speculative-draft-model-path", "speculative-num-draft-tokens"
 SHARED_FRACTION = 0.7  # of a device's memory, where the trainer's runtime stays on it
 
 
@@ -36,6 +40,7 @@ def engine_flags(
         "log-level-http": "warning",
         "enable-memory-saver": colocate and device.shares_memory and config.offload.engine,
         **(adapter_flags(config, device) if config.serves_adapters else {}),
+        **(draft_flags(config, releases=colocate and device.shares_memory) if config.rollout.drafts else {}),
         **device.engine_flags,
         **config.device.engine_args,
         **config.rollout.engine_args,
@@ -87,6 +92,33 @@ def adapter_flags(config: RunConfig, device: Device) -> dict[str, object]:
         "max-loras-per-batch": limit,
         "max-loaded-loras": limit,
     }
+
+
+def draft_flags(config: RunConfig, *, releases: bool) -> dict[str, object]:
+    """Return SGLang's flags for `rollout.speculative`. `releases`: whether weights leave the device's memory.
+
+    With a chain of drafts (topk 1) each is the draft's likeliest token d, accepted with the policy's p(d); else the
+    token is sampled from the policy without d. That is a sample of p.
+    """
+    own = config.rollout.speculative == OWN_HEAD
+    return {
+        "speculative-algorithm": OWN_DRAFTS if own else "EAGLE3",
+        **({} if own else {DRAFT_MODEL: str(Path(config.rollout.speculative).expanduser().absolute())}),
+        "speculative-num-steps": DRAFTED,
+        "speculative-eagle-topk": 1,
+        VERIFIED: DRAFTED + 1,
+        # No sync sends a draft: without a copy its memory would be undefined after a release.
+        "enable-draft-weights-cpu-backup": releases and config.offload.engine,
+    }
+
+
+def model_flags(path: str | Path, flags: Mapping[str, object]) -> dict[str, object]:
+    """Return the flags that name the model of a server with these flags.
+
+    SGLang 0.5.23 gives no share of the KV cache to Qwen3.5's own head unless it is named as a draft.
+    """
+    own = flags.get("speculative-algorithm") == OWN_DRAFTS
+    return {"model-path": path, **({DRAFT_MODEL: path} if own else {})}
 
 
 def memory_fraction(config: RunConfig, device: Device) -> float:

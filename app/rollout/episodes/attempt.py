@@ -62,6 +62,7 @@ class EpisodeAttempt:
         self.requests_sent = 0
         self.prompt_tokens = 0  # over all requests
         self.cached_tokens = 0
+        self.verify_passes = 0
         self.engine_seconds = 0.0
         self._reserved = 0  # tokens that requests in flight may still sample
         self._released = asyncio.Event()  # a request in flight has ended
@@ -187,6 +188,7 @@ class EpisodeAttempt:
         self.engine_seconds += time.perf_counter() - sent
         self.prompt_tokens += len(request.token_ids)
         self.cached_tokens += completion.cached_tokens
+        self.verify_passes += completion.verify_passes
         self.group.sampled_tokens += len(completion.token_ids)
         return completion
 
@@ -217,6 +219,7 @@ class EpisodeAttempt:
                 "engine_seconds": self.engine_seconds,
                 "prompt_tokens": float(self.prompt_tokens),
                 "cached_tokens": float(self.cached_tokens),
+                "verify_passes": float(self.verify_passes),
             },
         )
         return Trajectory(spec.prompt, self.last or nothing, end.text, episode=episode)

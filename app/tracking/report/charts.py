@@ -40,6 +40,7 @@ CHARTS: tuple[tuple[str, str, dict[str, str]], ...] = (  # section, title, metri
     ("episodes", "Turns of an episode", {"environment/turns_mean": "mean", "environment/turns_max": "max"}),
     ("time", "Time of each step", {f"time/{phase}": phase for phase in ("generate", "train", "sync")}),
     ("speed", "Generation", {"throughput/completion_tokens_per_second": "completion tokens/s"}),
+    ("speed", "Accept length (tokens of a verified draft)", {"rollout/accept_length": "tokens"}),
     ("speed", "Training", {"trainer/tokens_per_second": "tokens/s"}),
     ("sync", "Time of each weight sync", {f"sync/{phase}_seconds": phase for phase in SYNC_PHASES}),
     ("sync", "Bytes sent by each weight sync", {"sync/bytes": "bytes"}),
