@@ -29,7 +29,7 @@ MADE_UP = {  # what pages write → a folder below the test's own
     "<adapter>": "adapter",
     "/models/": "models/",
 }
-FOLDERS = ("run/export", "models/Qwen3-4B", "models/Qwen3.5-9B")
+FOLDERS = ("run/export", "models/Qwen3-4B", "models/Qwen3-4B-eagle3", "models/Qwen3.5-9B")
 FLAGS = {"--help", "-m", "--multirun"}
 PLUGINS = ("sweep=optuna", "hydra/launcher=")  # optional extras
 
