@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from app.device import device_of
-from app.mode.plan.duration import StepSeconds, step_seconds, training_seconds
+from app.mode.plan.duration import StepSeconds, mean_step_seconds, recomputed_tokens, step_seconds, training_seconds
 from app.mode.plan.memory import plan_memory
 from app.model.architecture import QWEN3_4B, QWEN35_9B, Architecture
 from app.rollout.engine.server_args import engine_flags
@@ -51,13 +51,32 @@ def test_the_seconds_are_those_of_a_hand_calculation() -> None:
     assert estimate.sync == pytest.approx(2 * P / 1e9 * 0.12, rel=1e-9)
     assert estimate.total == max(estimate.generate, estimate.train) + estimate.sync
 
-    # moments of a rank, to and fro in each of two updates, at 20 GB/s
+    # moments of a rank, both ways in each of two updates, at 45 GB/s
     moved = [
         seconds(QWEN3_4B, *FOUR_AND_FOUR, "algorithm.updates_per_step=2", f"offload.optimizer={place}")
         for place in ("update", "step")
     ]
     with_copies, without = (each.train for each in moved if each is not None)
-    assert with_copies - without == pytest.approx(2 * 2 * 8 * P / 4 / 20e9, rel=1e-6)
+    assert with_copies - without == pytest.approx(2 * 2 * 8 * P / 4 / 45e9, rel=1e-6)
+
+
+def test_shorter_completions_need_less_but_for_the_longest_of_an_on_policy_step() -> None:
+    def mean(*overrides: str) -> StepSeconds:
+        config = composed(*FOUR_AND_FOUR, *overrides)
+        device = device_of(config.device.kind)
+        flags = engine_flags(config, device)
+        engine = plan_memory(config, device, QWEN3_4B, flags).engine
+        assert recomputed_tokens(config, engine, flags) == 64 * (config.rollout.max_prompt_tokens + 1024)
+        found = mean_step_seconds(config, device, QWEN3_4B, engine, flags)
+        assert found is not None
+        return found
+
+    shorter = seconds(QWEN3_4B, *FOUR_AND_FOUR, "rollout.max_completion_tokens=819")  # 0.4 of 2,048
+    assert shorter is not None
+    asynchronous, on_policy = mean(), mean("placement.max_staleness=0", "placement.in_flight=drain")
+    assert (asynchronous.generate, asynchronous.train) == pytest.approx((shorter.generate, shorter.train), rel=1e-9)
+    alone = (2048 - 819) * 2 * P / (0.5 * 3350e9)
+    assert on_policy.generate - asynchronous.generate == pytest.approx(alone, rel=1e-9)
 
 
 def test_a_published_run_is_within_a_factor_of_two() -> None:

@@ -1,12 +1,12 @@
 """How long a step and the run take, and how often the run sees each row, from rates that the plan names.
 
 Decoding is bound by memory bandwidth: each decode step reads the weights once, and the KV cache and recurrent states of
-every request in flight. Training is bound by arithmetic. All trajectories are taken at full length, so the estimate is
-an upper bound of what these rates give; shorter completions need less.
+every request in flight. Training is bound by arithmetic. The first estimate takes all trajectories at full length: an
+upper bound of what these rates give. The second takes a stated share of it.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from app.config import RunConfig
 from app.config.placement import PlacementKind
@@ -22,7 +22,8 @@ LORA_FLOPS = 4  # a frozen weight has no gradient; those of the adapters are neg
 UTILIZATION = 0.4  # of peak FLOP/s, for a well-fed trainer
 BANDWIDTH_SHARE = 0.5  # of peak memory bandwidth while decoding; a decode step also computes, samples and waits
 STREAMING_SHARE = 0.7  # the same for one operator after the other over large tensors
-HOST_GB_PER_S = 20  # copies between a device and pinned memory of its host; PCIe 4 x16 has 32 in theory, PCIe 5 has 64
+HOST_GB_PER_S = 45  # copies between a device and pinned memory of its host: an H100's, 43 to 53 (card_run_h100.json)
+MEAN_SHARE = 0.4  # of rollout.max_completion_tokens that a completion has on average, for the second estimate
 # What torch's loop over chunks of linear attention reads and writes for a token, in float32 tensors as wide as the
 # values: in a forward pass, in a backward pass, and there for each chunk of the sequence, whose gradient is as long as
 # the sequence. Counted by `tests.bench.linear_counts`; it is bound by them, not by its launches.
@@ -71,7 +72,7 @@ def training_seconds(config: RunConfig, device: Device, model: Architecture) -> 
 
 
 def _moving_seconds(config: RunConfig, device: Device, model: Architecture) -> float:
-    """Estimate the copies of Adam's moments between host and device, to and fro in each update of a step."""
+    """Estimate the copies of Adam's moments between host and device, both ways in each update of a step."""
     if not moments_on_host(config, device):
         return 0.0
     ranks = config.placement.trainer_ranks // config.trainer.replicas
@@ -104,6 +105,33 @@ def step_seconds(
     return StepSeconds(decode, train, sync_seconds(config, device, model), overlap)
 
 
+def mean_step_seconds(
+    config: RunConfig, device: Device, model: Architecture, engine: EngineMemoryPlan, flags: Mapping[str, object]
+) -> StepSeconds | None:
+    """Estimate a step whose completions have `MEAN_SHARE` of the full length on average, and the longest all of it."""
+    limit = config.rollout.max_completion_tokens
+    mean = round(MEAN_SHARE * limit)
+    shorter = replace(config, rollout=replace(config.rollout, max_completion_tokens=mean))
+    seconds = step_seconds(shorter, device, model, engine, flags)
+    if seconds is None or device.memory_gb_per_s is None or config.placement.max_staleness > 0:
+        return seconds
+    # On-policy, the last completions of a step decode nearly alone.
+    tail = (limit - mean) * engine.weights / (device.memory_gb_per_s * 1e9 * BANDWIDTH_SHARE)
+    return replace(seconds, generate=seconds.generate + tail)
+
+
+def recomputed_tokens(config: RunConfig, engine: EngineMemoryPlan, flags: Mapping[str, object]) -> int:
+    """Tokens whose cache an engine computes again after a sync that retracts, with its requests halfway through."""
+    halfway = config.rollout.max_tokens - config.rollout.max_completion_tokens // 2
+    return _at_once(config, engine, flags) * halfway
+
+
+def _at_once(config: RunConfig, engine: EngineMemoryPlan, flags: Mapping[str, object]) -> int:
+    """Completions of full length that an engine decodes at once."""
+    fitting = engine.fitting(config.rollout.max_tokens)
+    return min(config.requests_per_engine, int(str(flags["max-running-requests"])), fitting)
+
+
 def _decode_seconds(
     config: RunConfig, device: Device, engine: EngineMemoryPlan, flags: Mapping[str, object]
 ) -> float | None:
@@ -113,7 +141,7 @@ def _decode_seconds(
 
     completion = config.rollout.max_completion_tokens
     longest = config.rollout.max_tokens
-    at_once = min(config.requests_per_engine, int(str(flags["max-running-requests"])), engine.fitting(longest))
+    at_once = _at_once(config, engine, flags)
     if at_once == 0:
         return None
 

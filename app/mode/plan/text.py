@@ -11,7 +11,11 @@ from app.config.weight_sync import SnapshotPlace, SyncMode
 from app.device import Device
 from app.mode.plan.duration import (
     BANDWIDTH_SHARE,
+    FORWARD_FLOPS,
+    MEAN_SHARE,
     UTILIZATION,
+    mean_step_seconds,
+    recomputed_tokens,
     step_seconds,
     step_tokens,
     sync_seconds,
@@ -31,6 +35,7 @@ from app.model.architecture import Architecture, adapter_parameters
 from app.rollout.engine.server_args import VERIFIED, model_flags, render_flags, teacher_flags
 from app.start.input_checks import CHECKPOINT_BYTES, plan_disk
 from app.tracking.number_format import duration
+from app.types import InFlight
 from app.utils.units import GIB, MIB, size
 
 MAX_ITEMS = 4  # items shown per phase
@@ -132,6 +137,19 @@ def time(config: RunConfig, device: Device, model: Architecture, flags: Mapping[
         f"  a step: about {seconds.total:.0f} s ({bound}); {config.steps} steps: about "
         f"{duration(config.steps * seconds.total)}, without start, evaluations and checkpoints",
     ]
+    if (mean := mean_step_seconds(config, device, model, engine, flags)) is not None:
+        lines.append(
+            f"  with completions of {MEAN_SHARE:.0%} of the limit on average: generate about {mean.generate:.0f} s, "
+            f"train about {mean.train:.0f} s, a step about {mean.total:.0f} s"
+        )
+    mode = config.placement.in_flight_or_default(keeps_cache=model.linear is None)
+    if mode is InFlight.retract and not config.model.lora.enabled:
+        tokens = recomputed_tokens(config, engine, flags)
+        again = FORWARD_FLOPS * model.parameters * tokens / config.rollout.tensor_parallel
+        lines.append(
+            f"  after a sync an engine prefills up to {tokens:,} tokens of what is in flight again: about "
+            f"{again / ((device.peak_tflops or 1) * 1e12 * UTILIZATION):.1f} s"
+        )
     if model.linear is None or device.linear_attention is None:
         return lines
 
