@@ -39,8 +39,8 @@ def test_every_command_composes() -> None:
             composed(*(each for each in check.overrides if not each.startswith("mode=")))
 
 
-def test_one_card_gets_settings_that_fit_it(tmp_path: Path, qwen3_4b: str) -> None:
-    options = Namespace(kind="cuda", tiny=False, model=qwen3_4b, random_weights=False, settings=[])
+def test_one_card_gets_settings_that_fit_it(tmp_path: Path) -> None:
+    options = Namespace(kind="cuda", tiny=False, model=None, random_weights=False, settings=[])
     model = first_hour.model_settings(options, tmp_path, devices=1)
     (colocate,) = (each for each in first_hour.checks("cuda", 1, model, steps=10) if each.name == "colocate")
     config = composed(*colocate.overrides)
