@@ -123,8 +123,8 @@ class Offload:
         if region is TrainerMemory.parameters:
             yield from (*rank.model.parameters(), *rank.model.buffers())
         elif region is TrainerMemory.optimizer:
-            if rank.optimizer.host is None:
-                yield from (value for _, _, value in rank.optimizer.state())
+            on_host = rank.optimizer.host is not None  # all but the counters of steps
+            yield from (value for _, slot, value in rank.optimizer.state() if not on_host or slot == "step")
             if rank.reference is not None:
                 yield from (*rank.reference.parameters(), *rank.reference.buffers())
 

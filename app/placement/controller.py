@@ -160,7 +160,11 @@ class PlacementController(ABC):
                 begin += seconds
         return report
 
-    async def commit(self, sync: SyncReport | None = None, extra: Mapping[str, float] | None = None) -> None:
+    def _idle_shares(self, seconds: Mapping[str, float]) -> Mapping[str, float]:
+        """Return the shares of the step's seconds in which trainer and engines had nothing to do."""
+        return {}
+
+    async def commit(self, sync: SyncReport | None = None) -> None:
         """Record the pending step and mark its prompts as consumed. `sync` is None if the run ends before the sync."""
         assert self._pending is not None
         pending = self._pending
@@ -174,7 +178,7 @@ class PlacementController(ABC):
         metrics = step_metrics(
             pending.scored, counts, report, sync, seconds, trained_version=self.version, in_flight=in_flight
         )
-        metrics |= {**(extra or {}), **rollouter.scorer.metrics, **rollouter.failure_metrics}
+        metrics |= {**self._idle_shares(seconds), **rollouter.scorer.metrics, **rollouter.failure_metrics}
         if not self.config.algorithm.reward_coefficient:
             metrics.pop("reward/zero_std_fraction", None)  # equal rewards are no problem without their advantages
 

@@ -22,6 +22,8 @@ Invariants:
       (in_place).
 """
 
+from collections.abc import Mapping
+
 from app.placement.context import RunContext
 from app.placement.controller import PlacementController
 from app.placement.producer import Producer
@@ -61,12 +63,7 @@ class FullyAsync(PlacementController):
             sync = await self.sync(step)
 
         self.producer.on_weights_synced(step, [each.group for each in scored])
-        seconds = self._step_seconds()
-        idle = {
-            "idle/trainer": (seconds["wait"] + seconds["sync"]) / seconds["step"],
-            "idle/rollout": 1 - seconds["generate"] / seconds["step"],
-        }
-        await self.commit(sync, idle)
+        await self.commit(sync)
 
     async def _train(self, step: int) -> list[ScoredGroup]:
         await self.context.trainer.begin_step(version=step)
@@ -102,6 +99,12 @@ class FullyAsync(PlacementController):
         train, sync, wait = (self.seconds.get(phase, 0.0) for phase in ("train", "sync", "wait"))
         generate = self.context.pool.busy_seconds() - self._busy_before
         return {"step": train + sync, "generate": generate, "wait": wait, "train": train - wait, "sync": sync}
+
+    def _idle_shares(self, seconds: Mapping[str, float]) -> Mapping[str, float]:
+        return {
+            "idle/trainer": (seconds["wait"] + seconds["sync"]) / seconds["step"],
+            "idle/rollout": 1 - seconds["generate"] / seconds["step"],
+        }
 
     def describe(self) -> str:
         return f"{super().describe()}; {self.producer.describe()}"

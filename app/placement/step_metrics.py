@@ -74,7 +74,7 @@ def recomputed_tokens(groups: Sequence[Group]) -> int:
                 continue
             for sequence in trajectory.sequences:
                 positions = sequence.sampled.nonzero()[0]
-                total += sum(int(positions[span.start]) for span in sequence.spans[1:])
+                total += sum(int(positions[span.start]) for span in sequence.spans[1:] if span.start < span.end)
     return total
 
 

@@ -63,7 +63,7 @@ def test_norms_rotary_embeddings_and_gates_are_compiled(tmp_path: Path, monkeypa
     monkeypatch.setattr("app.model.kernels._compiled", compiling)
     policy = load(save_qwen35(tmp_path), mesh=None, device="cpu", kernels=COMPILED)
     compiled = {name.split(".")[-1] for name, each in policy.named_modules() if isinstance(each.forward, partial)}
-    assert compiled == {"input_layernorm", "post_attention_layernorm", "norm"}
+    assert compiled - {"lm_head"} == {"input_layernorm", "post_attention_layernorm", "norm"}
 
     def within(name: str) -> list[Any]:
         return [each.__self__ for each in made if each.__name__ == name]

@@ -85,7 +85,7 @@ def test_kernels_get_the_packed_tokens_and_give_the_gradients_of_each_sequence_a
     assert relative(our_entropies, entropies) < 1e-5
     theirs = dict(model.named_parameters())
     for name, parameter in policy.causal_lm.named_parameters():
-        assert relative(parameter.grad, theirs[name].grad) < 5e-5, name  # theirs are of a chunked rule in float32
+        assert relative(parameter.grad, theirs[name].grad) < 2e-4, name  # theirs are of a chunked rule in float32
 
 
 class Wrong(torch.autograd.Function):

@@ -36,6 +36,15 @@ def touchy(trajectories):
     return [float("nan") if each.text == "nan" else 1.0 for each in trajectories]
 
 
+def killed_once(trajectory):
+    """Kill the worker, unless the file that the completion names is there."""
+    mark = Path(trajectory.text)
+    if not mark.exists():
+        mark.touch()
+        os.kill(os.getpid(), 9)
+    return 1.0
+
+
 def works(trajectories):
     return [1.0] * len(trajectories)
 
@@ -44,8 +53,21 @@ def right(trajectories):
     return [float(each.text == each.prompt.answer) for each in trajectories]
 
 
+def inverted(trajectories):
+    return [-value for value in right(trajectories)]
+
+
 def tagged(trajectories):
     return [float(each.text == f"<answer>{each.prompt.answer}</answer>") for each in trajectories]
+
+
+def reads_messages(trajectories):
+    assert all(each.prompt.messages[-1]["content"] == each.prompt.question for each in trajectories)
+    return [float(len(each.prompt.messages)) for each in trajectories]
+
+
+def first_word(trajectory):
+    return float(trajectory.text.split()[0] == "1")
 
 
 def sees(trajectories, seen):
@@ -61,6 +83,10 @@ def brief(trajectories, limit):
 
 async def polite(trajectory):
     return float("please" in trajectory.text)
+
+
+def of_code(completions, kind):
+    return [1.0 if each == "code" else None for each in kind]
 
 
 def ranked(trajectories, weights):
