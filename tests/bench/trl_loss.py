@@ -24,15 +24,20 @@ from trl import GRPOConfig, GRPOTrainer
 
 
 class Gradients(TrainerCallback):
-    """Saves the gradients before each update."""
+    """Saves the gradients before each update, and sets its learning rate."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, rates: list[float]) -> None:
         self.folder = folder
+        self.rates = rates
 
-    def on_pre_optimizer_step(self, _: object, state: Any, control: object, model: Any, **__: object) -> None:
+    def on_pre_optimizer_step(
+        self, _: object, state: Any, control: object, model: Any, optimizer: Any, **__: object
+    ) -> None:
         named = ((name.replace(".default", ""), each.grad) for name, each in model.named_parameters())
         gradients = {name: gradient.clone() for name, gradient in named if gradient is not None}
         save_file(gradients, self.folder / f"update_{state.global_step}.safetensors")
+        for parameters in optimizer.param_groups:
+            parameters["lr"] = self.rates[state.global_step]
 
 
 class RecordingTrainer(GRPOTrainer):
@@ -60,7 +65,7 @@ def main() -> None:
         processing_class=AutoTokenizer.from_pretrained(task["model"]),
         reward_funcs=lambda **_: task["rewards"],
         rollout_func=lambda *_: rollout,
-        callbacks=[Gradients(path.parent)],
+        callbacks=[Gradients(path.parent, task["learning_rates"])],
         peft_config=lora,
         train_dataset=Dataset.from_dict({"prompt": ["a prompt"] * prompts}),
         args=GRPOConfig(output_dir=tempfile.mkdtemp(), **task["config"]),

@@ -132,16 +132,16 @@ def test_a_step_has_the_losses_and_gradients_of_trl(
     name: str, groups: list[Group], tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     case = CASES[name]
-    losses, their_gradients, advantages = trl(case, groups, tmp_path)
+    halves = [count_tokens(groups[: GROUPS // 2]), count_tokens(groups[GROUPS // 2 :])]
+    counted = count_tokens(groups, truncated=case.shares != WHOLE)
+    factors = [counted / UPDATES / tokens if case.shares else 1.0 for tokens in halves]
+    losses, their_gradients, advantages = trl(case, groups, [LR * each for each in factors], tmp_path)
     config = configuration(case, tmp_path)
     assert_same_advantages(groups, advantages, config.algorithm)
     scored = [ScoredGroup(group, own) for group, own in zip(groups, advantages, strict=True)]
     step = make_step(config)
     metrics = train(step, Scenario(config.algorithm, scored)).metrics
 
-    halves = [count_tokens(groups[: GROUPS // 2]), count_tokens(groups[GROUPS // 2 :])]
-    counted = count_tokens(groups, truncated=case.shares != WHOLE)
-    factors = [counted / UPDATES / tokens if case.shares else 1.0 for tokens in halves]
     by_tokens = config.algorithm.aggregation is Aggregation.token_mean
     loss = np.average(np.multiply(factors, losses), weights=halves if by_tokens else None)
     largest = {"loss": abs(metrics["loss/total"] / loss - 1), "gradient norm": 0.0, "gradient": 0.0}
@@ -172,7 +172,9 @@ def assert_same_advantages(groups: Sequence[Group], theirs: np.ndarray, config: 
         np.testing.assert_allclose(factor * own, advantages, rtol=1e-5, atol=1e-6)
 
 
-def trl(case: Case, groups: Sequence[Group], folder: Path) -> tuple[np.ndarray, list[dict[str, Any]], np.ndarray]:
+def trl(
+    case: Case, groups: Sequence[Group], rates: list[float], folder: Path
+) -> tuple[np.ndarray, list[dict[str, Any]], np.ndarray]:
     """TRL's loss and gradients of each update, and its advantages [groups, members]."""
     members = [each for group in groups for each in group.trajectories]
     config = {"loss_type": "grpo", "per_device_train_batch_size": MICROBATCH, **TRL_ON_A_CPU, **case.trl}
@@ -183,6 +185,7 @@ def trl(case: Case, groups: Sequence[Group], folder: Path) -> tuple[np.ndarray, 
         "completion_ids": [each.completion.token_ids.tolist() for each in members],
         "logprobs": [each.completion.logprobs.tolist() for each in members],
         "rewards": [each.reward for each in members],
+        "learning_rates": rates,
         "corrected": BOUNDS[0] in case.trl,
         "lora": {"r": RANK, "lora_alpha": 32} if case.adapters else None,
         "config": {
