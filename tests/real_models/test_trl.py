@@ -35,7 +35,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * MAKE_S)]
 SCRIPT = str(ROOT / "tests" / "bench" / "trl_loss.py")
 GROUPS, GROUP_SIZE, UPDATES, MAX_TOKENS = 8, 8, 2, 24
 MICROBATCH = 8  # TRL's, in completions
-LR = 0.05
 RANK = 8
 TOLERANCE = 1e-5
 ALL, WHOLE = "all", "of completions that were not truncated"  # values of Case.shares
@@ -50,6 +49,7 @@ class Case:
     trl: dict[str, Any]
     shares: str = ""  # tokens of the step that TRL divides an update's loss by its even share of, in place of its own
     adapters: bool = False
+    lr: float = 0.05
 
 
 MASKED = {"mask_truncated_completions": True}
@@ -87,7 +87,7 @@ CASES = {
         {"loss_type": "bnpo", "per_device_train_batch_size": GROUPS * GROUP_SIZE // UPDATES},
     ),
     "gspo": Case("algorithm=gspo", {"loss_type": "grpo", **GSPO}),
-    "luspo": Case("algorithm=gspo algorithm.aggregation=seq_mean_token_sum", {"loss_type": "luspo", **GSPO}),
+    "luspo": Case("algorithm=gspo algorithm.aggregation=seq_mean_token_sum", {"loss_type": "luspo", **GSPO}, lr=0.0025),
     "cispo": Case(
         "algorithm=cispo algorithm.old_policy=trainer algorithm.clip_high=0.1",
         {"loss_type": "cispo", "epsilon_high": 1.1},
@@ -135,7 +135,7 @@ def test_a_step_has_the_losses_and_gradients_of_trl(
     halves = [count_tokens(groups[: GROUPS // 2]), count_tokens(groups[GROUPS // 2 :])]
     counted = count_tokens(groups, truncated=case.shares != WHOLE)
     factors = [counted / UPDATES / tokens if case.shares else 1.0 for tokens in halves]
-    losses, their_gradients, advantages = trl(case, groups, [LR * each for each in factors], tmp_path)
+    losses, their_gradients, advantages = trl(case, groups, [case.lr * each for each in factors], tmp_path)
     config = configuration(case, tmp_path)
     assert_same_advantages(groups, advantages, config.algorithm)
     scored = [ScoredGroup(group, own) for group, own in zip(groups, advantages, strict=True)]
@@ -192,7 +192,7 @@ def trl(
             **config,
             **{"num_generations": GROUP_SIZE, "max_completion_length": MAX_TOKENS, "max_steps": UPDATES},
             **{"steps_per_generation": passes, "gradient_accumulation_steps": passes // UPDATES},
-            **{"optim": "sgd", "learning_rate": LR, "lr_scheduler_type": "constant", "max_grad_norm": 1e9},
+            **{"optim": "sgd", "learning_rate": case.lr, "lr_scheduler_type": "constant", "max_grad_norm": 1e9},
         },
     }
     (folder / "task.json").write_text(json.dumps(task))
@@ -211,7 +211,7 @@ def configuration(case: Case, folder: Path) -> RunConfig:
         *f"model=hf model.path={real_model('smollm2')} {case.ours} {lora}".split(),
         *(f"algorithm.prompts_per_step={GROUPS}", f"algorithm.group_size={GROUP_SIZE}"),
         *(f"algorithm.updates_per_step={UPDATES}", f"rollout.max_completion_tokens={MAX_TOKENS}"),
-        *("trainer.optimizer=sgd", f"trainer.lr={LR}", "trainer.weight_decay=0", "trainer.max_grad_norm=1e9"),
+        *("trainer.optimizer=sgd", f"trainer.lr={case.lr}", "trainer.weight_decay=0", "trainer.max_grad_norm=1e9"),
         "trainer.tokens_per_microbatch=512",
     )
 
