@@ -30,7 +30,7 @@ def gather_full(tensor: Tensor, dtype: torch.dtype, *, out: Tensor | None, recei
     mesh = tensor.device_mesh
     if mesh.size() == 1:
         _copy(tensor.to_local(), out)
-    elif receivers is not Receivers.every_rank and 0 not in mesh.mesh:
+    elif receivers is not Receivers.every_rank and dist.get_rank() >= mesh.size():  # a later replica
         return
     elif mesh.ndim == 1 and tensor.placements == (Shard(0),) and tensor.shape[0] % mesh.size() == 0:
         rows = tensor.to_local().to(dtype).reshape(-1)
