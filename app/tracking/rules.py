@@ -101,6 +101,15 @@ def no_reward_variance(history: History, name: str) -> str | None:
     return sentence
 
 
+def identical_completions(history: History, name: str) -> str | None:
+    """Problem: most groups are copies of one completion, also among those that are not all right."""
+    values = history.last(name, 3)
+    right = history.last("reward/all_correct_fraction", 3) or [0.0] * 3
+    if not values or min(one - other for one, other in zip(values, right, strict=True)) < 0.5:
+        return None
+    return f"In {values[-1]:.0%} of the groups all completions are copies of one: nothing is explored."
+
+
 def accuracy_is_zero(history: History, name: str) -> str | None:
     """Problem: nothing counts as right although rewards differ."""
     values, flat = history.last(name, 10), history.last("reward/zero_std_fraction", 10)
@@ -185,6 +194,13 @@ RULES = {
         "Read samples/. Where answers are wrong, check data.answer, the reward's parsing and the prompt's format, "
         "then try easier data or a larger algorithm.group_size. Where they are right, check that wrong ones get less, "
         "then try harder data or algorithm.dynamic_sampling=true.",
+        at_end=True,
+    ),
+    "identical completions": Rule(
+        "completion/identical_fraction",
+        identical_completions,
+        "Try a higher rollout.temperature, such as 1. If it is that already, the policy has collapsed: "
+        "try a smaller trainer.lr and an earlier checkpoint.",
         at_end=True,
     ),
     "accuracy of 0": Rule(

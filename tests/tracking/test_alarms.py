@@ -25,6 +25,7 @@ HEALTHY = {
 }
 FLAT = {"reward/zero_std_fraction": 1.0}
 ZERO = {"reward/accuracy": 0.0}
+COPIES = {**FLAT, "completion/identical_fraction": 1.0}
 STILL = {"updates/relative_change": 1e-8, "grad_norm": 0.5}
 SOLVED = {**FLAT, "reward/accuracy": 1.0}
 
@@ -63,6 +64,8 @@ def test_each_problem_raises_its_alarm_once_after_its_number_of_steps(
         (steps(5) + steps(12, **SOLVED), []),
         (steps(12, **{"reward/zero_std_fraction": 0.8}), [(10, "no reward variance")]),  # most of them for long
         # Copies of one completion, unless they are right.
+        (steps(3, **COPIES), [(3, "no reward variance"), (3, "identical completions")]),
+        (steps(12, **{"completion/identical_fraction": 0.9, "reward/all_correct_fraction": 0.8}), []),
         # A reward of the wrong sign, or of another scale; where all are equal another alarm says so.
         (steps(12, **ZERO), [(10, "accuracy of 0")]),
         (steps(1) + steps(9, **ZERO), []),
