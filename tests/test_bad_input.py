@@ -108,6 +108,7 @@ REFUSED = [  # the key that is named, and the words of a command line
     ("teacher.path", ["algorithm=opd", "teacher.path=./nowhere"]),
     ("rollout.temperature", ["algorithm=opd", "teacher.path=tiny", "rollout.temperature=0.7"]),
     ("teacher.devices", ["teacher.path=tiny", "teacher.devices=0"]),
+    ("teacher.engine_args.no-such", ["teacher.path=tiny", "+teacher.engine_args.no-such=1"]),
     (
         "teacher.engine_args.speculative-algorithm",
         ["teacher.path=tiny", "+teacher.engine_args.speculative-algorithm=EAGLE"],
@@ -128,6 +129,7 @@ REFUSED = [  # the key that is named, and the words of a command line
     ("eval.stop", ["eval.stop=['']"]),
     ("rollout.stop", ["rollout.stop=[a,'']"]),
     ("rollout.stop", ["rollout.stop=END"]),
+    ("rollout.engine_args.not-a-flag", ["+rollout.engine_args.not-a-flag=1"]),
     ("rollout.engine_args.speculative-algorithm", ["mode=plan", "+rollout.engine_args.speculative-algorithm=NGRAM"]),
     ("rollout.speculative", ["rollout.speculative=mtp"]),
     ("device.engine_args.rl-on-policy-target", ["mode=doctor", "+device.engine_args.rl-on-policy-target=fsdp"]),

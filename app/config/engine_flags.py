@@ -1,13 +1,21 @@
 """Flags of SGLang that `*.engine_args` must not have: training would be wrong, or a setting decides them.
 
-SGLang's parser completes abbreviations, so those of a flag count as it.
+Nor flags that the installed SGLang does not have. They are read from its source, since importing it takes seconds. Its
+parser completes abbreviations, so those of a flag count as it.
 """
 
-from collections.abc import Mapping
+import ast
+import re
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from app.errors import expect
 
+DECLARED = ("server_args.py", "arg_groups/fields/*.py")  # below sglang/srt
+FLAG = re.compile(r"--[a-z][\w-]*")
 CONTEXT_FLAG = "context-length"  # in tokens, in place of the model's own
 SEED_42 = "null: a request without a seed then samples with seed 42, so a group is one completion repeated"
 DRAFTS = "null: rollout.speculative is what drafts"
@@ -44,9 +52,36 @@ def check_engine_flags(key: str, flags: Mapping[str, Any], *, scores: bool = Fal
     """Raise `ConfigError` for the first flag of `key` that an engine, or one that only `scores`, must not have."""
     refused = (REFUSED_TO_SCORE if scores else REFUSED) | OWNED
     for name, value in flags.items():
+        is_known = not known_flags() or any(each.startswith(name) for each in known_flags())
+        expect(is_known, f"{key}.{name}", value, "a flag of the installed SGLang, without its dashes")
         if value is None or value is False:  # left out
             continue
         flag = next((each for each in sorted(refused) if each.startswith(name)), None)
         expect(flag is None, f"{key}.{name}", value, refused.get(flag or "", ""))
         is_number = not CONTEXT_FLAG.startswith(name) or str(value).isdecimal()
         expect(is_number, f"{key}.{name}", value, "a whole number")
+
+
+@cache
+def known_flags() -> frozenset[str]:
+    """The flags of the installed SGLang, without dashes; none without SGLang."""
+    package = find_spec("sglang")
+    roots = [Path(each) / "srt" for each in (package and package.submodule_search_locations) or ()]
+    files = [file for root in roots for pattern in DECLARED for file in root.glob(pattern)]
+    trees = [ast.parse(file.read_text(encoding="utf-8")) for file in files]
+    return frozenset(flag for tree in trees for node in ast.walk(tree) for flag in _declared(node))
+
+
+def _declared(node: ast.AST) -> Iterator[str]:
+    """Yield the flag of a field such as `page_size: A[Optional[int], "help"] = None`, and spelled-out flags."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str) and FLAG.fullmatch(node.value):
+        yield node.value.removeprefix("--")
+
+    if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+        declared = ast.unparse(node.annotation)
+        if not declared.startswith("A[") or "no_cli=True" in declared or "cli_name=" in declared:
+            return  # a name of its own is spelled out
+        name = node.target.id.replace("_", "-")
+        yield name
+        if "BooleanOptionalAction" in declared:
+            yield f"no-{name}"

@@ -1,15 +1,29 @@
 """Flags of SGLang's server: those that it has, and those with which training would be wrong."""
 
+import argparse
 from pathlib import Path
 
 import pytest
 
-from app.config.engine_flags import REFUSED, check_engine_flags
+from app.config.engine_flags import REFUSED, check_engine_flags, known_flags
 from app.rollout.engine.server import Server
 from tests.refusals import refused
 from tests.rollout.support import server_spec
 
 KEY = "rollout.engine_args"
+
+
+def test_the_flags_read_from_its_source_are_those_of_sglangs_own_parser() -> None:
+    from app.device.torchvision_shim import define_operators
+
+    define_operators()
+    from sglang.srt.server_args import ServerArgs
+
+    parser = argparse.ArgumentParser(add_help=False)
+    ServerArgs.add_cli_args(parser)
+    flags = {option for action in parser._actions for option in action.option_strings if option.startswith("--")}
+    assert len(flags) > 300
+    assert known_flags() == {flag.removeprefix("--") for flag in flags}
 
 
 @pytest.mark.parametrize(
@@ -24,6 +38,7 @@ KEY = "rollout.engine_args"
         ("dtype", "float16"),
         ("random-seed", 3),
         ("quantizatio", "fp8"),  # an abbreviation, which argparse takes
+        ("not-a-flag", 1),
         ("context-length", "bogus"),
         ("context-len", "bogus"),
     ],
