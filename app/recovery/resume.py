@@ -35,8 +35,7 @@ RESUMABLE = (
     "rollout.urls", "rollout.port", "rollout.memory_fraction", "rollout.max_inflight_groups", "rollout.speculative",
     "rollout.stall_timeout_s", "rollout.start_timeout_s", "teacher.urls", "teacher.devices", "teacher.timeout_s",
     "trainer.compile", "trainer.activation_checkpointing", "trainer.tokens_per_microbatch", "trainer.profile_steps",
-    "trainer.replicas",
-    "trainer.timeout_s",
+    "trainer.replicas", "trainer.timeout_s",
 )  # fmt: skip
 EVALUABLE = (
     "data", "reward", "eval", "rollout", "device", "placement", "model.path", "tracking", "recovery", "cluster",

@@ -1,14 +1,18 @@
 """The saved configuration of a run: written with absolute paths, read, and taken over by a command that resumes it.
 
-Numbers and flags that refer to the environment are saved resolved. A text may be a secret: its reference is saved.
+Numbers and flags that refer to the environment are saved resolved. A text may be a secret: its reference is saved, and
+a salted digest of its value, which a resume compares.
 """
 
 import glob
+import json
 import os
 import re
+import secrets
 from collections.abc import Collection, Mapping
 from copy import deepcopy
 from enum import Enum
+from hashlib import scrypt
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +28,7 @@ from app.tracking.run_folder import CONFIG, flatten
 from app.utils.files import replace_file
 
 SAVED = Path(CONFIG) / "config.yaml"
+DIGESTS = Path(CONFIG) / "environment.json"  # by setting: salt and digest
 PATHS = ("path", "eval_path", "demonstrations", "chat_template")  # settings of files
 REFERENCE = "${oc.env:"
 ALWAYS = ("hydra", "mode", "resume")  # never taken from the saved configuration
@@ -31,9 +36,14 @@ TEACHERS = ("teacher.urls",)  # they may move, but their term of the loss may no
 
 
 def save(settings: DictConfig, folder: Path) -> None:
-    """Write the settings of the run in `folder`: a folder without them holds no run."""
+    """Write the settings of the run in `folder`. The configuration is last: a folder without it holds no run."""
     raw, resolved = (OmegaConf.to_container(settings, resolve=each, enum_to_str=True) for each in (False, True))
-    replace_file(folder / SAVED, OmegaConf.to_yaml(absolute_paths(_with_references(raw, resolved, flatten(raw)))))
+    values, texts = flatten(resolved), flatten(raw)
+    referring = [key for key, text in texts.items() if _refers(text, texts) and not _is_number(values.get(key))]
+    digests = {key: _digest(values.get(key), secrets.token_hex(16)) for key in referring}
+
+    replace_file(folder / DIGESTS, json.dumps(digests, indent=1))
+    replace_file(folder / SAVED, OmegaConf.to_yaml(absolute_paths(_with_references(raw, resolved, texts))))
 
 
 def load(folder: Path) -> DictConfig:
@@ -76,6 +86,7 @@ def take_over(
     settings: DictConfig, saved: DictConfig, folder: Path, changeable: Collection[str]
 ) -> tuple[DictConfig, tuple[str, ...]]:
     """Return the saved settings with this command's overrides, and their changes; `ConfigError` for what must stay."""
+    _require_same_environment(saved, folder, changeable)
     given = [key for key in names_of(settings.hydra.overrides.task) if not _is_in(key, ALWAYS)]
     sections = [str(key) for key in saved if key not in ALWAYS]
     # The presets of a group without a section (`experiment`) may set anything. A data preset selects its reward.
@@ -128,6 +139,17 @@ def _leaves(settings: DictConfig) -> Mapping[str, str]:
     complete = OmegaConf.merge(OmegaConf.structured(RunConfig), OmegaConf.to_container(known))
     values = flatten(absolute_paths(_resolved(complete)))
     return {key: yaml_text(value) for key, value in values.items() if value != {} and key not in ALWAYS}
+
+
+def _require_same_environment(saved: DictConfig, folder: Path, changeable: Collection[str]) -> None:
+    """Raise `ConfigError` if a setting outside of `changeable` refers to another text than when the run was saved."""
+    file = folder / DIGESTS
+    digests: dict[str, str] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    values, texts = flatten(_resolved(saved)), flatten(saved)
+    for key in (key for key in digests if key in texts and not _is_in(key, changeable)):
+        if _digest(values.get(key), digests[key].partition(":")[0]) != digests[key]:
+            accepted = f"the value that the environment had when the run in {folder} was saved"
+            raise ConfigError(key, texts[key], accepted, "its variable has another one now, or none")
 
 
 def _node(settings: DictConfig, key: str) -> Node | None:
@@ -187,3 +209,8 @@ def _with_references(raw: Any, resolved: Any, texts: Mapping[str, Any]) -> Any:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float)
+
+
+def _digest(value: Any, salt: str) -> str:
+    text = json.dumps(value, default=str).encode()
+    return f"{salt}:{scrypt(text, salt=salt.encode(), n=2**14, r=8, p=1, dklen=16).hex()}"

@@ -350,6 +350,27 @@ def test_a_number_that_refers_to_the_environment_is_saved_as_a_number(
         settled(f"resume={run}", references[0])
 
 
+@pytest.mark.parametrize("now", ["theirs", None])
+def test_a_text_of_the_environment_that_changed_is_refused(
+    now: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_SPLIT", "mine")
+    monkeypatch.setenv("MY_PROJECT", "secret")
+    given = ["data.subset=${oc.env:MY_SPLIT}", "tracking.project=${oc.env:MY_PROJECT}"]
+    run = a_saved_run(tmp_path / "run", *given)
+    texts = "".join(file.read_text() for file in (run / "config").iterdir())
+    assert ("secret" in texts, "mine\n" in texts, "${oc.env:MY_SPLIT}" in texts) == (False, False, True)
+    monkeypatch.setenv("MY_PROJECT", "another")  # which a resume may change
+    config = settled(f"resume={run}").config
+    assert (config.data.subset, config.tracking.project) == ("mine", "another")
+
+    monkeypatch.delenv("MY_SPLIT")
+    if now is not None:
+        monkeypatch.setenv("MY_SPLIT", now)
+    with refused("data.subset", "${oc.env:MY_SPLIT}", str(run)):
+        settled(f"resume={run}")
+
+
 def test_a_line_that_refers_to_a_secret_is_given_again_without_telling_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -111,7 +111,8 @@ def mean_step_seconds(
     """Estimate a step whose completions have `MEAN_SHARE` of the full length on average, and the longest all of it."""
     limit = config.rollout.max_completion_tokens
     mean = round(MEAN_SHARE * limit)
-    shorter = replace(config, rollout=replace(config.rollout, max_completion_tokens=mean))
+    decided = with_memory_settings(config, device, model)  # by the full length
+    shorter = replace(decided, rollout=replace(config.rollout, max_completion_tokens=mean))
     seconds = step_seconds(shorter, device, model, engine, flags)
     if seconds is None or device.memory_gb_per_s is None or config.placement.max_staleness > 0:
         return seconds
