@@ -109,6 +109,12 @@ class DataConfig:
         None, "Field with the tools that the chat template shows, a list of JSON schemas or its text; null shows none."
     )
     distinct: bool = setting(False, "Keep only the first of rows with the same question and answer.")
+    max_broken_rows: int = setting(
+        0,
+        "Rows that may be skipped, over all sets, because they cannot be parsed or lack a question or an answer; the "
+        "next one is an error.",
+        at_least=0,
+    )
     template: Template = setting(
         Template.plain, "plain joins prefix, question and suffix; chat applies the tokenizer's chat template as well."
     )

@@ -13,11 +13,12 @@ from app.types import Prompt
 
 @dataclass(frozen=True, slots=True)
 class RowCounts:
-    """Rows by set, after everything that was dropped or held out."""
+    """Rows by set, after everything that was skipped, dropped or held out."""
 
     train: Mapping[str, int]  # by source
     evals: Mapping[str, int]  # by evaluation set
     held_out: Sequence[str]  # names of the evaluation sets that are held-out training rows
+    broken: int  # skipped
     weights: Mapping[str, float]  # by training set; empty: there is one
 
     @classmethod
@@ -30,7 +31,7 @@ class RowCounts:
     ) -> "RowCounts":
         """Count the rows, or the prompts made of them, that were loaded."""
         by_set = {name: len(each) for name, each in evals.items()}
-        return cls(Counter(each.source for each in train), by_set, loaded.held_out, weights)
+        return cls(Counter(each.source for each in train), by_set, loaded.held_out, loaded.broken, weights)
 
     @property
     def total(self) -> int:
@@ -40,7 +41,7 @@ class RowCounts:
     def text(self) -> str:
         """One line.
 
-        >>> RowCounts({"mine": 47}, {"eval": 3}, ["eval"], {}).text
+        >>> RowCounts({"mine": 47}, {"eval": 3}, ["eval"], 0, {}).text
         '47 training rows, 3 held-out rows'
         """
         mixed = "; ".join(f"{name} {self.train[name]:,} at weight {weight:g}" for name, weight in self.weights.items())
@@ -49,6 +50,8 @@ class RowCounts:
             is_held_out = name in self.held_out
             named = f" in evaluation set {name}" if len(self.evals) > 1 or not is_held_out else ""
             parts.append(_rows(size, "held-out row" if is_held_out else "row") + named)
+        if self.broken:
+            parts.append(_rows(self.broken, "broken row") + " skipped")
         return ", ".join(parts)
 
     @property
@@ -57,6 +60,7 @@ class RowCounts:
         return {
             "data/training_rows": sum(self.train.values()),
             "data/evaluation_rows": sum(self.evals.values()),
+            "data/broken_rows": self.broken,
         }
 
 

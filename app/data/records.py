@@ -7,7 +7,8 @@
 
 Invariants:
 - A path that exists as a file is read locally and never looked up on the hub.
-- Unreadable data raises a `ConfigError` that names the key, the file and the row.
+- Unreadable data raises a `ConfigError` that names the key and the file. A row that cannot be parsed is a record with
+  a `ConfigError` in place of its values, so that reading can go on after it.
 - The values of a CSV file are text: 007 stays 007. Columns of bytes, such as images, are left out.
 """
 
@@ -45,7 +46,7 @@ class Record:
 
     where: str  # file or data set named in errors
     number: int  # line or row in it, from 1
-    values: dict[str, Any]
+    values: dict[str, Any] | ConfigError  # the error of a row that cannot be parsed
     left_out: Sequence[str] = ()  # columns of bytes
     padded: bool = False  # of Arrow, whose structs have the keys of all rows: those of other rows are null
 
@@ -103,9 +104,9 @@ def _json(file: Path, key: str, *, may_be_list: bool) -> Records:
         text.seek(0)
         rows = ((number, _parsed(line, number, file, key)) for number, line in enumerate(text, start=1) if line.strip())
         for number, row in _listed(text, file, key) if may_be_list and first.startswith("[") else rows:
-            if not isinstance(row, dict):
+            if not isinstance(row, dict | ConfigError):
                 accepted = f"JSON objects, one a line or in a list; row {number} is a {type(row).__name__}"
-                raise ConfigError(key, str(file), accepted)
+                row = ConfigError(key, str(file), accepted)
             yield Record(str(file), number, row)
 
 
@@ -113,8 +114,7 @@ def _parsed(line: str, number: int, file: Path, key: str) -> Any:
     try:
         return json.loads(line)
     except (ValueError, RecursionError) as error:  # a ValueError also for an integer of too many digits
-        accepted = f"one JSON object a line; line {number} is not JSON ({_brief(error)})"
-        raise ConfigError(key, str(file), accepted) from error
+        return ConfigError(key, str(file), f"one JSON object a line; line {number} is not JSON ({_brief(error)})")
 
 
 def _listed(text: TextIO, file: Path, key: str) -> Iterator[tuple[int, Any]]:
@@ -132,11 +132,12 @@ def _csv(file: Path, key: str) -> Records:
 
         # A row may span several lines; errors give its number.
         for number, cells in enumerate((cells for cells in lines if cells), start=1):
+            values: dict[str, Any] | ConfigError = dict(zip(header, cells, strict=False))
             if len(cells) != len(header):
                 accepted = "rows of as many cells as the header"
                 why = f"row {number} has {len(cells)} instead of {len(header)}"
-                raise ConfigError(key, str(file), f"{accepted}; {why}")
-            yield Record(str(file), number, dict(zip(header, cells, strict=True)))
+                values = ConfigError(key, str(file), f"{accepted}; {why}")
+            yield Record(str(file), number, values)
 
 
 @contextmanager

@@ -11,7 +11,7 @@
 `sets_of` names the sets without reading them, for the checks, `mode=plan` and `mode=doctor`; `load` reads them.
 
 Invariants:
-- A row keeps its index among all records of its set, whatever is dropped before it.
+- A row keeps its index among all records of its set, whatever is skipped or dropped before it.
 - Training rows and held-out rows are disjoint. Held-out and generated rows are the same for every run, machine and
   Python version, so that runs are comparable: `random.Random.sample` over a range is stable.
 - An evaluation set that shares questions with the training set causes a warning.
@@ -93,6 +93,7 @@ class DataRows:
     evals: dict[str, list[Row]]  # by evaluation set
     warnings: list[str]  # for the run to record
     held_out: list[str]  # names of the evaluation sets that are held-out training rows
+    broken: int = 0  # rows that were skipped
 
 
 def sets_of(config: DataConfig) -> RowSets:
@@ -153,7 +154,7 @@ def load(config: DataConfig, *, tasks: Tasks = (), replies: bool = False) -> Dat
     for name, evaluation in evals.items():
         remedy = "; data.distinct=true keeps one of each" if name in held_out_sets and not config.distinct else ""
         warnings += _overlap_warnings(train, name, evaluation, remedy)
-    return DataRows(train, evals, warnings, held_out_sets)
+    return DataRows(train, evals, warnings, held_out_sets, reader.skipped)
 
 
 def check_files(config: DataConfig, *, replies: bool = False) -> None:
@@ -192,26 +193,33 @@ def generated(name: str, sizes: GeneratedConfig, *, replies: bool = False) -> tu
 
 
 class RowReader:
-    """Reads sets of rows."""
+    """Reads sets of rows. Over all of them it skips at most `data.max_broken_rows` broken rows."""
 
     def __init__(self, config: DataConfig, *, replies: bool) -> None:
+        self.skipped = 0  # broken rows so far
         self._config = config
         self._replies = replies
+        self._errors: dict[str, list[ConfigError]] = {}  # of the skipped rows, by file or data set
         self._unused: dict[str, set[str]] = {}  # columns that no prompt can have, by file or data set
 
     @property
     def warnings(self) -> list[str]:
-        """One sentence for each file that had columns that no prompt can have."""
-        return [
-            f"columns of {where} are not used, since prompts are text: {', '.join(sorted(names))}"
-            for where, names in self._unused.items()
-        ]
+        """One sentence for each file that had broken rows, or columns that no prompt can have."""
+        warnings = []
+        for where, errors in self._errors.items():
+            warnings.append(f"skipped {len(errors)} broken row(s) of {where}; the first: {errors[0]}")
+        for where, names in self._unused.items():
+            warnings.append(f"columns of {where} are not used, since prompts are text: {', '.join(sorted(names))}")
+        return warnings
 
     def read(self, row_set: RowSet, tasks: Tasks = ()) -> list[Row]:
-        """Read the rows of one set. Raises `ConfigError` if one is broken, or there are none."""
+        """Read the rows of one set. Raises `ConfigError` if too many are broken, or there are none."""
+        skipped_before = self.skipped
         rows = list(self._rows(row_set, tasks))
         if not rows:
-            raise ConfigError(row_set.key, row_set.value, "a data set with rows", "this one is empty")
+            skipped = self.skipped - skipped_before
+            why = f"all {skipped} rows of this one are broken" if skipped else "this one is empty"
+            raise ConfigError(row_set.key, row_set.value, "a data set with rows", why)
         return rows
 
     def _rows(self, row_set: RowSet, tasks: Tasks) -> Iterator[Row]:
@@ -222,15 +230,18 @@ class RowReader:
         mapper = RowMapper(config, row_set.name, replies=replies, may_be_blank=are_tasks)
         seen: set[tuple[str, str]] = set()
         for index, record in enumerate(self._records(row_set, tasks)):
-            place = f"row {record.number} of {record.where}"
             try:
+                if isinstance(record.values, ConfigError):
+                    raise record.values
+                place = f"row {record.number} of {record.where}"
                 row = mapper.row(record.values, index, place, padded=record.padded)
             except ConfigError as error:
                 name = error.key.removeprefix("data.")
                 if name in ("question", "answer") and getattr(row_set, name) is not None:  # a field of the set's own
                     setting = f"{row_set.key.removesuffix('path')}{name}"
-                    raise ConfigError(setting, error.value, error.accepted, error.reason) from error
-                raise
+                    error = ConfigError(setting, error.value, error.accepted, error.reason)
+                self._skip(record.where, error)
+                continue
 
             if unused := MEDIA.intersection(record.values) | {*record.left_out}:
                 self._unused.setdefault(record.where, set()).update(unused)
@@ -248,6 +259,18 @@ class RowReader:
             return user_rows.read(row_set.value, self._config.args)
         numbered = enumerate(tasks, start=1)
         return (Record("the tasks of the environment", number, dict(task)) for number, task in numbered)
+
+    def _skip(self, where: str, error: ConfigError) -> None:
+        """Count a broken row of a file. Raises its error if too many were skipped before."""
+        limit = self._config.max_broken_rows
+        if self.skipped < limit:
+            self.skipped += 1
+            self._errors.setdefault(where, []).append(error)
+            return
+        if not limit:
+            raise error
+        skipped = f"data.max_broken_rows={limit} broken rows were skipped before"
+        raise ConfigError(error.key, error.value, error.accepted, skipped) from error
 
 
 def _is_of_path(train: Sequence[RowSet]) -> bool:

@@ -45,9 +45,9 @@ def read(target: str, args: Mapping[str, Any]) -> Records:
             if number > MAX_ROWS:
                 raise refusal(f"it yielded more than {MAX_ROWS:,} rows")
 
-            if not isinstance(row, Mapping):
-                raise refusal(f"row {number} is a {type(row).__name__}")
-            yield Record(target, number, dict(row), padded=padded)
+            good = isinstance(row, Mapping)
+            content = dict(row) if good else refusal(f"row {number} is a {type(row).__name__}")
+            yield Record(target, number, content, padded=good and padded)
     except ConfigError:
         raise
     except Exception as error:  # the function can raise anything

@@ -1,4 +1,4 @@
-"""Formats of data files, and several files."""
+"""Formats of data files, several files, and broken rows."""
 
 import gzip
 import json
@@ -9,7 +9,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from app.config.data import DataConfig
+from app.config.data import DataConfig, EvalSetConfig
 from app.data import rows
 from app.data.row import Row
 from tests.refusals import refused
@@ -100,3 +100,52 @@ GOOD = b'{"question": "q", "answer": "a"}'
 def test_a_damaged_or_empty_file_is_refused(name: str, content: bytes, named: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(content)
     require_refused("data.path", tmp_path / name, named, path=str(tmp_path / name))
+
+
+# Broken rows
+
+BROKEN = [
+    '{"question": "q0", "answer": "0"}',
+    "{broken",
+    '{"question": "q2", "answer": null}',
+    "[1]",
+    '{"question": 1}',
+]
+
+
+def broken_file(tmp_path: Path, *more: str) -> str:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join([*BROKEN, '{"question": "q5", "answer": "5"}', *more]))
+    return str(path)
+
+
+def test_broken_rows_are_skipped_up_to_the_limit_and_counted(tmp_path: Path) -> None:
+    path = broken_file(tmp_path)
+    loaded = rows.load(DataConfig(path=path, max_broken_rows=4))
+    everyone = sorted(loaded.train + loaded.evals["eval"], key=lambda row: row.index)
+    assert [(row.question, row.index) for row in everyone] == [("q0", 0), ("q5", 5)]
+    assert loaded.broken == 4
+    (warning,) = loaded.warnings
+    assert [text for text in (f"4 broken row(s) of {path}", "line 2") if text not in warning] == []
+
+
+def test_one_broken_row_more_is_an_error_with_its_line(tmp_path: Path) -> None:
+    path = broken_file(tmp_path)
+    require_refused("data.path", path, "line 2", path=path)
+    skipped = "data.max_broken_rows=3"
+    require_refused("data.answer", "answer", f"row 5 of {path}", skipped, path=path, max_broken_rows=3)
+
+
+def test_the_limit_covers_all_sets(tmp_path: Path) -> None:
+    path = broken_file(tmp_path)
+    config = DataConfig(path=path, eval_sets={"mine": EvalSetConfig(path=path)}, max_broken_rows=8)
+    assert rows.load(config).broken == 8
+    config.max_broken_rows = 7
+    with refused("data.answer", "answer"):
+        rows.load(config)
+
+
+def test_a_file_of_broken_rows_only_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("{\n" * 5)
+    require_refused("data.path", path, "all 5 rows", path=str(path), max_broken_rows=100)

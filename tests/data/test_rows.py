@@ -83,8 +83,10 @@ def test_a_file_instead_of_a_hub_set_holds_out_rows_for_its_splits_and_warns_onc
 
 def test_an_evaluation_path_replaces_held_out_rows_and_the_sets_of_a_preset(jsonl: Callable[..., str]) -> None:
     train = jsonl(*[{"question": f"q{n}", "answer": f"#### {n}"} for n in range(20)])
-    mine = jsonl({"question": "p0", "answer": "#### 7"}, name="mine.jsonl")
-    config = DataConfig(path=train, answer_after="####", eval_path=mine, eval_sets={"test": EvalSetConfig()})
+    mine = jsonl({"question": "p0", "answer": "#### 7"}, {"question": "p1"}, name="mine.jsonl")
+    config = DataConfig(
+        path=train, answer_after="####", eval_path=mine, eval_sets={"test": EvalSetConfig()}, max_broken_rows=1
+    )
     loaded = rows.load(config)
     assert (len(loaded.train), list(loaded.evals), loaded.held_out) == (20, ["eval"], [])
     assert [(row.answer, row.source) for row in loaded.evals["eval"]] == [("7", "eval")]

@@ -410,7 +410,7 @@ def test_an_override_replaces_a_reference_whose_variable_is_not_set(
     words = ["data.path=/x.jsonl", "tracking.project=mine"]
     job = settled("mode=eval", f"resume={run}", *words)
     assert (job.config.data.path, job.config.data.subset, job.config.tracking.project) == ("/x.jsonl", "there", "mine")
-    with refused("data.path", "/x.jsonl"):
+    with refused("data.path", "${oc.env:D}/a.jsonl"):
         settled(f"resume={run}", *words)
     monkeypatch.setenv("D", "there")
     with refused("tracking.project", None, "MY_PROJECT"):
