@@ -191,7 +191,7 @@ def _intact_latest(folder: Path) -> Path | None:
 
 
 def _stopped(settings: DictConfig, folder: Path, step: int) -> str | None:
-    """Return why the finished run in the folder, continued with these settings, would stop early where it ended."""
+    """Return why the finished run in the folder would stop again at its last step with these settings, or None."""
     if not summary.is_finished(folder) or summary.read(folder).get("steps") != step:
         return None
     rows = metrics_file.read(folder / metrics_file.NAME)

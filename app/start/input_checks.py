@@ -301,7 +301,7 @@ def environment(run: RunInputs) -> None:
 
 
 def code(run: RunInputs) -> Iterator[Finding]:
-    """With reward=code whether its sandbox runs a program here, and which form the tests of the rows have."""
+    """With reward=code: whether the sandbox can run a program here, and which form the tests of the rows have."""
     if run.config.reward.code is None:
         return
     from app.reward.code.check import describe_tests, require_sandbox
@@ -314,7 +314,7 @@ def code(run: RunInputs) -> Iterator[Finding]:
 
 
 def reward(run: RunInputs) -> Iterator[Finding]:
-    """Whether worker processes can load rewards of the user's, which score completions of some local rows."""
+    """Whether worker processes can load the user's rewards and score trial completions of some rows with them."""
     config = run.config
     own = [term.target for term in config.reward.terms().values() if term.target is not None]
     if not own:

@@ -34,7 +34,7 @@ class History:
         self._steps: list[Mapping[str, float]] = []  # oldest first
 
     def add(self, step: int, metrics: Mapping[str, float | None]) -> None:
-        """Add the metrics of the next step, or more of the last one, as those of its evaluation.
+        """Add the metrics of the next step, or further ones of the last step, such as its evaluation.
 
         None is what `metrics.jsonl` holds for NaN and infinity.
         """

@@ -376,9 +376,9 @@ class PassGate:
         `hold` on every rank          ──→    no further pass begins; returns how many have begun
         `stop_after` their maximum    ──→    passes up to that one begin, the next one raises
 
-    A pass is full of collectives: a rank that left before a pass that another one has begun would leave it stuck there.
-    The ranks agree through the driver, so a pass costs no collective of its own. The thread of the step calls `enter`,
-    another one `hold` and `stop_after`.
+    A pass is full of collectives: if one rank stopped before a pass that another rank has begun, the other would hang
+    in it. The ranks agree through the driver, so a pass costs no collective of its own. The thread of the step calls
+    `enter`, another one `hold` and `stop_after`.
     """
 
     def __init__(self) -> None:
@@ -393,7 +393,7 @@ class PassGate:
             self._updating = False
 
     def enter(self, *, update: bool = False) -> None:
-        """Begin a pass or an update, after which the step goes on to its end. Raises `TrainerError` if it ends here."""
+        """Begin a pass, or an update, after which the step runs to its end. Raises `TrainerError` if the step was ended."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._limit is not None, HOLD_TIMEOUT_S):
                 raise TrainerError(f"the driver did not end the held step within {HOLD_TIMEOUT_S:.0f} s")

@@ -4,8 +4,8 @@ An engine holds fused, tensor-parallel parameters, which cannot be compared with
 trainer exports a checkpoint, the engine loads it with its own checkpoint loader, and its parameters are hashed before
 and after. Equal hashes of every synced parameter on every rank mean that the sync and the checkpoint loader agree.
 Engines are compared with each other by the same hashes, which is cheap. Parameters that no sync sends, such as those of
-a vision tower, are left out: where an engine's memory was released, they are undefined. What an engine derived from its
-parameters and keeps is not hashed: `mode=parity` compares log-probabilities for that.
+a vision tower, are left out: where an engine's memory was released, they are undefined. Values that an engine derives
+from its parameters are not hashed: `mode=parity` covers them by comparing log-probabilities.
 """
 
 import shutil

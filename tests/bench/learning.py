@@ -39,12 +39,17 @@ FOLDERS: dict[str, Callable[[], Path]] = {
     "QWEN25": lambda: real_model("qwen25"),
     "GSM8K": lambda: Path(os.environ["POSTTRAIN_GSM8K"]),
 }
+PARTIAL = "placement=colocate placement.max_staleness=1"  # partial rollouts
+LORA = "model.lora.rank=16 trainer.lr=2e-4"
 REAL: dict[str, str] = {
-    f"smollm2 {placement} {what} seed {seed}": " ".join(
-        ["experiment=cpu1_smollm2", "model.path=SMOLLM2", f"placement={placement}", *overrides, f"seed={seed}"]
-    )
-    for placement in ("colocate", "fully_async")
-    for what, overrides in {"full": [], "lora": ["model.lora.rank=16", "trainer.lr=2e-4"]}.items()
+    f"smollm2 {name} seed {seed}": f"experiment=cpu1_smollm2 model.path=SMOLLM2 {overrides} seed={seed}"
+    for name, overrides in {
+        "colocate full": "placement=colocate",
+        "colocate lora": f"placement=colocate {LORA}",
+        "fully_async full": ASYNC,
+        "fully_async lora": f"{ASYNC} {LORA}",
+        "partial full": PARTIAL,
+    }.items()
     for seed in (0, 1, 2)
 }
 GSM8K: dict[str, str] = {
@@ -73,6 +78,7 @@ RUNS: dict[str, str] = {
     **REAL,
     **GSM8K,
     **{f"grpo seed {seed}": f"seed={seed}" for seed in (1, 2)},
+    **{f"partial seed {seed}": f"{PARTIAL} seed={seed}" for seed in (0, 1, 2)},
     "async 0 drain": f"{ASYNC} placement.max_staleness=0 placement.in_flight=drain",
     **{
         f"async {bound} {how}": f"{ASYNC} placement.max_staleness={bound} placement.in_flight={how} steps={steps}"

@@ -22,6 +22,11 @@ NPU = [
     {"model": "qwen35_9b", "ranks": 4, "checkpointing": "none", "device": "npu", "layers": 8},
 ]
 
+LONG = [  # long contexts on few cards, as the plan's `offload.optimizer=auto` decides them
+    {"model": "qwen3_4b", "ranks": 1, "checkpointing": "all", "tokens": 32_768, "moments": "update"},
+    {"model": "qwen35_9b", "ranks": 8, "checkpointing": "all", "tokens": 65_536, "moments": "step"},
+]
+
 
 def compared(cases: list[dict[str, Any]], folder: Path, *, seconds: float) -> list[dict[str, Any]]:
     out = folder / "results.json"
@@ -60,7 +65,7 @@ def test_the_plan_is_the_memory_of_the_train_step_with_adapters(model: str, chec
 
 @pytest.mark.slow
 @pytest.mark.timeout(1900)
-@pytest.mark.parametrize("case", [*FULL_SIZE, *NPU], ids=lambda case: "-".join(map(str, case.values())))
+@pytest.mark.parametrize("case", [*FULL_SIZE, *NPU, *LONG], ids=lambda case: "-".join(map(str, case.values())))
 def test_the_plan_is_the_memory_of_the_train_step_at_full_size(case: dict[str, Any], tmp_path: Path) -> None:
     (result,) = compared([case], tmp_path, seconds=1800)
     assert_planned(result)

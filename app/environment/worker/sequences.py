@@ -51,7 +51,7 @@ class Continuation:
 
 
 class EpisodeSequences:
-    """The sequences of one episode. `prompt`: the data set's messages, for which a conversation of None stands."""
+    """The sequences of one episode. `prompt`: messages of the data set's prompt, used for `messages=None`."""
 
     def __init__(self, renderer: Renderer, max_observation_tokens: int, prompt: Sequence[Message]) -> None:
         self.all: list[OpenSequence] = []  # by number
@@ -63,9 +63,9 @@ class EpisodeSequences:
     def continuation(
         self, messages: Sequence[Message], conversation: Conversation, tools: Sequence[Tool] | None
     ) -> tuple[Continuation, Sequence[Message]]:
-        """Return where a conversation of this key continues, and its messages that are new there.
+        """Return the sequence that a conversation continues, and the messages to append to it.
 
-        `messages` are all of it; if it began with None, all that followed, which may be nothing.
+        `messages` is the whole conversation; if that began with None, the messages after the prompt, possibly none.
         """
         for known in range(len(conversation) - 1, 1, -1):
             if ends := self._reply_ends.get(conversation[:known]):

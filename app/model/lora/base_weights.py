@@ -73,7 +73,7 @@ def fingerprint(path: Path) -> str:
 
 
 def require_targets(path: Path, lora: LoraConfig) -> None:
-    """Raise `ConfigError` if a target of the adapters, or a layer of `lora.path`, is none of this model.
+    """Raise `ConfigError` if a target of the adapters, or a layer of `lora.path`, is not in this model.
 
     Adapters that lack layers are refused when they are loaded.
     """

@@ -95,7 +95,7 @@ class LocalSandbox:
 
     def run(self, code: str, stdin: str, timeout_s: float) -> str | None:
         """Return the stdout of a script; None unless it exits with status 0 within this time."""
-        # Files: the kernel limits the size of one, and programs ask for that of the other, or map it.
+        # Files, not pipes: the kernel limits the size of stdout, and programs ask for the size of stdin, or map it.
         with open(os.memfd_create("stdin"), "r+b") as given, open(os.memfd_create("stdout"), "r+b") as output:
             given.write(self._job(code, True, timeout_s) + stdin.encode(errors="replace"))
             given.seek(0)
@@ -108,7 +108,7 @@ class LocalSandbox:
 
     @contextlib.contextmanager
     def started(self, code: str, timeout_s: float) -> Iterator[Ask]:
-        """Run a program until the block ends, with this much CPU time. A fork of this process may ask it."""
+        """Run a program until the block ends, with this much CPU time. A fork of this process may send expressions."""
         unsent = [self._job(code, False, timeout_s)]
         with subprocess.Popen(**self._process, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
             to_program: Any = process.stdin

@@ -64,12 +64,12 @@ class ServerConnection:
 
     Invariants:
     - The first failure is final: every call that is waiting, and every later one, raises it.
-    - A server of `spec.url` is never stopped, only left.
+    - A server at `spec.url` is never stopped, only disconnected from.
 
     Lifecycle: `start` once, then calls, any number concurrently, then `stop` once, in any state.
 
     Attributes:
-        tokenizer: Of the model; None of a running server, whose model directory may not be on this machine.
+        tokenizer: Of the model; None with a server of the user's, whose model directory may not be on this machine.
     """
 
     def __init__(self, spec: HostSpec):
@@ -94,7 +94,7 @@ class ServerConnection:
 
     @property
     def pid(self) -> int | None:
-        """The process group of the server; None of a server that ran already."""
+        """The process group of the server; None if this run did not start it."""
         return self._server.pid if self._server else None
 
     @property
@@ -103,7 +103,7 @@ class ServerConnection:
 
     @property
     def processes(self) -> list[int]:
-        """The pids of the server; none of a server that ran already."""
+        """The pids of the server; none if this run did not start it."""
         return process_group_members(self._server.pid) if self._server else []
 
     async def start(self) -> Mapping[str, Any]:
