@@ -393,7 +393,7 @@ class PassGate:
             self._updating = False
 
     def enter(self, *, update: bool = False) -> None:
-        """Begin a pass, or an update, after which the step runs to its end. Raises `TrainerError` if the step was ended."""
+        """Begin a pass, or an update, after which the step runs to its end. Raises `TrainerError` if the step ended."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._limit is not None, HOLD_TIMEOUT_S):
                 raise TrainerError(f"the driver did not end the held step within {HOLD_TIMEOUT_S:.0f} s")
