@@ -62,7 +62,7 @@ class WeightSyncConfig:
         SnapshotPlace.device, "With mode=delta, where the last synced weights are kept; host is pinned memory."
     )
     bucket_mib: float | None = setting(
-        None, "Size of a bucket, or one larger tensor; null: 512 on a CPU, else 2048.", above=0, noun="a number of MiB"
+        None, "Size of a bucket, or one larger tensor; null: 64 on a CPU, else 2048.", above=0, noun="a number of MiB"
     )
     verify: Verify = setting(
         Verify.never,

@@ -23,16 +23,30 @@ from app.cpu_engine.kv_cache import WorkingCopy, attend
 from app.model.packing import length_buckets
 
 NAME = "torch_batched"
+PAUSE = "sglang.srt.managers.scheduler.Scheduler.pause_generation"
 MAX_PADDED = 2  # times the pool's tokens: a copy that padding makes larger is not allocated
 
 
 def register() -> None:
     """Register the backend as `--attention-backend torch_batched`."""
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.server_args import add_attention_backend_choices
 
     add_attention_backend_choices([NAME])
     register_attention_backend(NAME)(BatchedAttention)
+    HookRegistry.register(PAUSE, drop_copy, HookType.AFTER)
+
+
+def drop_copy(result: Any, scheduler: Any, request: Any, *_: Any) -> Any:
+    """Drop the working copy when a pause retracted all requests: a trainer on these cores needs the memory.
+
+    Runs as a hook after SGLang has paused. The next decode steps read the rows from the pool again.
+    """
+    backend = scheduler.tp_worker.model_runner.attn_backend
+    if request.mode == "retract" and isinstance(backend, BatchedAttention):
+        backend.drop_copy()
+    return result
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +80,10 @@ class BatchedAttention(TorchNativeAttnBackend):
         self._copy = WorkingCopy()
         self._prefill: list[PrefillBucket] | None = None
         self._decode: DecodePlan | None = None
+
+    def drop_copy(self) -> None:
+        self._copy = WorkingCopy()
+        self._decode = None
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Plan a forward pass, before its layers run."""

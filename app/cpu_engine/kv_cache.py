@@ -12,6 +12,7 @@ Invariants:
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
+from mmap import mmap
 
 import torch
 from torch import Tensor
@@ -106,7 +107,9 @@ def ensure_capacity(flat: Tensor, size: int) -> Tensor:
     """Return `flat`, or a larger tensor that begins with it if it has less than `size` numbers."""
     if flat.numel() >= size:
         return flat
-    larger = torch.zeros(max(size, flat.numel() * 3 // 2), dtype=torch.float32)
+    # A mapping of its own, zeroed: malloc would keep the memory in the process after the copy is dropped.
+    count = max(size, flat.numel() * 3 // 2)
+    larger = torch.frombuffer(mmap(-1, count * torch.float32.itemsize), dtype=torch.float32)
     larger[: flat.numel()] = flat
     return larger
 

@@ -2,6 +2,7 @@
 
 import random
 
+import psutil
 import torch
 
 from app.cpu_engine.kv_cache import WorkingCopy
@@ -47,6 +48,19 @@ def test_a_layer_that_gets_more_rows_keeps_what_it_holds() -> None:
         assert len(larger) == 4
         assert torch.equal(larger[:2], before)
         assert not larger[2:].any()
+
+
+def test_a_dropped_copy_gives_its_memory_back_to_the_system() -> None:
+    copy = WorkingCopy()
+    step(copy, {request: 1000 for request in range(64)})
+    held = copy.layer(0, heads=8, key_width=32, value_width=32)
+    for tensor in held:
+        tensor.fill_(1.0)
+    nbytes, process = sum(tensor.nbytes for tensor in held), psutil.Process()
+    before = process.memory_info().rss
+
+    del tensor, held, copy
+    assert before - process.memory_info().rss > 0.9 * nbytes > 100e6
 
 
 def test_rows_hold_what_they_should_through_thousands_of_random_steps() -> None:
