@@ -61,7 +61,7 @@ def main() -> None:
     # TRL deals the completions at random to the updates; in order, both sides update with the same ones.
     trl.trainer.grpo_trainer.shuffle_sequence_dict = lambda batch: batch
     trainer = RecordingTrainer(
-        model=AutoModelForCausalLM.from_pretrained(task["model"], dtype="float32"),
+        model=AutoModelForCausalLM.from_pretrained(task["model"], dtype=task["dtype"]),
         processing_class=AutoTokenizer.from_pretrained(task["model"]),
         reward_funcs=lambda **_: task["rewards"],
         rollout_func=lambda *_: rollout,
