@@ -52,7 +52,7 @@ class KernelCounts(TorchDispatchMode):
     Attributes:
         kernels: Operators so far.
         bytes: Of their inputs and outputs.
-        names: The same operators by name.
+        names: The same operators by name, and `sizes` their bytes.
     """
 
     def __init__(self, *, smallest: int = 0) -> None:
@@ -61,14 +61,17 @@ class KernelCounts(TorchDispatchMode):
         self.kernels = 0
         self.bytes = 0
         self.names: Counter[str] = Counter()
+        self.sizes: Counter[str] = Counter()
 
     def add(self, name: str, size: int, kernels: int = 1) -> None:
         self.kernels += kernels
         self.bytes += size
         self.names[name] += kernels
+        self.sizes[name] += size
 
     def found(self) -> dict[str, Any]:
-        return {"kernels": self.kernels, "bytes": self.bytes, "names": dict(sorted(self.names.items()))}
+        by_name = {"names": dict(sorted(self.names.items())), "sizes": dict(sorted(self.sizes.items()))}
+        return {"kernels": self.kernels, "bytes": self.bytes, **by_name}
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:

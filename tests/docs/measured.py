@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from tests.bench.machine import spread
 from tests.bench.real_models import LORA_SIDES, SIDES
 from tests.docs.markdown import PAGES, ROOT
 
@@ -242,6 +243,34 @@ def probe() -> str:
     )
 
 
+UNITS = {"compute": (1e12, "TFLOP"), "memory": (1e9, "GB"), "link": (1e9, "GB over the link")}
+
+
+def at_peak(part: Result) -> str:
+    scale, unit = UNITS[part["bound"]]
+    return f"{1000 * part['seconds']:,.1f} ms: {part[part['bound']] / scale:,.0f} {unit}" if part["seconds"] else "–"
+
+
+def roofline() -> str:
+    """Presets at the peaks of their devices, and a card's run beside its own."""
+    cases, run = load("roofline")["cases"], load("card_run_h100")["runs"]["qwen3_4b"]
+    *shown, peak = cases.values()
+    table = header("", *list(cases)[:-1])
+    sizes = [f"{each['microbatches']:.0f} × {each['tokens']:,} tokens, `{each['recomputation']}`" for each in shown]
+    table += row("microbatches", *sizes)
+    for name in peak["parts"]:
+        cells = [at_peak(each["parts"][name]) for each in shown]
+        table += row(name, *cells) if set(cells) != {"–"} else ""
+    for name in peak["totals"]:
+        table += row(f"**{name}**", *(f"{each['totals'][name]:,.4g}" for each in shown))
+
+    table += "\n" + header("Qwen3-4B on one H100", "at the peaks", "`mode=plan`", "measured")
+    for name, series in (("generate, s", "time/generate"), ("train, s", "time/train"), ("MFU", "trainer/mfu")):
+        measured = number(spread(run[series][1:], 2), ".2f")  # the first step compiles
+        table += row(name, f"{peak['totals'][name]:.2f}", f"{peak['plan'][name]:.2f}", measured)
+    return table
+
+
 def summary() -> str:
     """The trainer's ratios for README."""
     result = load("trainer")
@@ -271,6 +300,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
         overlap,
         probe,
         summary,
+        roofline,
     )
 }
 

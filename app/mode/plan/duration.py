@@ -97,12 +97,13 @@ def step_seconds(
 ) -> StepSeconds | None:
     """Estimate a step; None for a device whose rates are not known, or for engines that the run does not start."""
     train = training_seconds(config, device, model)
-    decode = _decode_seconds(config, device, engine, flags)
-    if train is None or decode is None:
+    if train is None or device.memory_gb_per_s is None or (reads := decode_reads(config, engine, flags)) is None:
         return None
 
+    steps, read = reads
+    generate = steps * read / (device.memory_gb_per_s * 1e9 * BANDWIDTH_SHARE)
     overlap = config.placement.kind is PlacementKind.fully_async
-    return StepSeconds(decode, train, sync_seconds(config, device, model), overlap)
+    return StepSeconds(generate, train, sync_seconds(config, device, model), overlap)
 
 
 def mean_step_seconds(
@@ -133,21 +134,19 @@ def _at_once(config: RunConfig, engine: EngineMemoryPlan, flags: Mapping[str, ob
     return min(config.requests_per_engine, int(str(flags["max-running-requests"])), fitting)
 
 
-def _decode_seconds(
-    config: RunConfig, device: Device, engine: EngineMemoryPlan, flags: Mapping[str, object]
-) -> float | None:
-    """Estimate the decoding of a step's completions on each engine."""
-    if device.memory_gb_per_s is None or config.rollout.urls or engine.cache_bytes <= 0:
+def decode_reads(
+    config: RunConfig, engine: EngineMemoryPlan, flags: Mapping[str, object]
+) -> tuple[float, float] | None:
+    """Return an engine's decode steps in a step, and the bytes of weights and caches that a rank reads in each.
+
+    None: the run does not start its engines, or no completion fits.
+    """
+    if config.rollout.urls or engine.cache_bytes <= 0 or (at_once := _at_once(config, engine, flags)) == 0:
         return None
 
     completion = config.rollout.max_completion_tokens
     longest = config.rollout.max_tokens
-    at_once = _at_once(config, engine, flags)
-    if at_once == 0:
-        return None
 
     # halfway through, a request has its prompt and half of its completion
     caches = at_once * ((longest - completion / 2) * engine.token_bytes + engine.state_bytes)
-    rate = device.memory_gb_per_s * 1e9 * BANDWIDTH_SHARE
-    decode_steps = config.algorithm.trajectories_per_step * completion / config.engines / at_once
-    return decode_steps * (engine.weights + caches) / rate
+    return config.algorithm.trajectories_per_step * completion / config.engines / at_once, engine.weights + caches
