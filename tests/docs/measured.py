@@ -169,7 +169,11 @@ def learning() -> str:
         rows = sorted({name.removesuffix(f" {end}") for name in after for end in columns if name.endswith(f" {end}")})
         cells = (row(name, *(after.get(f"{name} {column}", "–") for column in columns)) for name in rows)
         tables.append(header("accuracy after", *columns) + "".join(cells))
-    return "\n".join(tables)
+    seeds = {name: [after[f"{name} seed {seed}"] for seed in (1, 2)] for name in ("grpo", "partial")}
+    partial = ", ".join([after["partial seed 0"], *seeds["partial"]])
+    plain = ", ".join([after["grpo colocate"], *seeds["grpo"]])
+    text = f"Three seeds of `grpo` in colocate: {plain}; with partial rollouts, `placement.max_staleness=1`: {partial}."
+    return "\n".join([*tables, prose(text)])
 
 
 def learning_real() -> str:
