@@ -100,7 +100,7 @@ class TrainerRank:
         2. `start`, then `setup`, each on all ranks at once: `setup` runs collectives.
         3. `attach` for each extension, `OFFLOAD` among them.
         4. Steps: `begin_step` → `add_groups`, `add_demonstrations` … → `finish_step` or `abort_step`.
-        5. Between steps: `offload` and `onload`, `capture` → `write`, `restore`.
+        5. Between steps: `offload`, `onload` and `restore`; there, or before the updates of a step: `capture` → `write`.
     """
 
     def __init__(self, spec: RankSpec, rank: int):
@@ -311,7 +311,8 @@ class TrainerRank:
         return self.state.bytes
 
     def capture(self) -> int:
-        self._require_closed("capture")
+        if self.step.version is None:
+            raise TrainerError("capture between the updates of a step: finish it first")
         offload = self.extensions.get(OFFLOAD)
         return self.state.capture(offload.copy if offload else None)
 
