@@ -100,7 +100,7 @@ class TrainerRank:
         2. `start`, then `setup`, each on all ranks at once: `setup` runs collectives.
         3. `attach` for each extension, `OFFLOAD` among them.
         4. Steps: `begin_step` → `add_groups`, `add_demonstrations` … → `finish_step` or `abort_step`.
-        5. Between steps: `offload`, `onload` and `restore`; there, or before the updates of a step: `capture` → `write`.
+        5. Between steps: `offload`, `onload` and `restore`; or before the updates of one: `capture` → `write`.
     """
 
     def __init__(self, spec: RankSpec, rank: int):

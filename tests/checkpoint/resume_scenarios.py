@@ -50,9 +50,10 @@ def run_and_save(
     step, state = trainer_of(path, Scenario(GRPO, groups, trainer=TRAINER, budget=BUDGET, lora=lora), mesh)
     metrics = {version: _step(step, groups, version) for version in range(1, SAVED + 1)}
     folder.mkdir(exist_ok=True)
-    saved, numbers = parameters(step.model), list[float]()
+    saved = parameters(step.model)
+    numbers: list[float] = []
+    writing: list[Future[dict[str, int]]] = []
     with ThreadPoolExecutor(1) as pool:
-        writing = list[Future[dict[str, int]]]()
 
         def capture() -> None:
             assert any(parameter.grad is not None for parameter in step.model.parameters())
