@@ -96,15 +96,15 @@ class FullyAsync(PlacementController):
             async with asyncio.TaskGroup() as tasks:
                 evaluation = tasks.create_task(self._evaluate_on_own_track(), name="evaluation")
                 scored = await self._fill(step)
+                busy = self.context.pool.busy_seconds()
                 async with self.phase("evaluation_wait", track="trainer", record_memory=False):
                     await evaluation
         except BaseExceptionGroup as failures:
             raise root_cause(failures) from None
 
-        busy = self.context.pool.busy_seconds()
         async with self.phase("save", record_memory=False):
             await self.after_step()
-        self._busy_before += self.context.pool.busy_seconds() - busy  # no part of the step
+        self._busy_before += self.context.pool.busy_seconds() - busy  # no part of the step, as in `_step_seconds`
         return scored
 
     async def _evaluate_on_own_track(self) -> None:
@@ -140,21 +140,20 @@ class FullyAsync(PlacementController):
         return scored
 
     def _step_seconds(self) -> dict[str, float]:
-        """Return the seconds of the step. The train phase contains the waits, and `save`, which is no part of it."""
+        """Return the seconds of the step, and those in which it waited for an evaluation, which are no part of it.
+
+        The train phase contains all but the sync. `wait` is the time without groups to train on.
+        """
         names = ("train", "sync", "wait", "evaluation_wait", "save")
         train, sync, wait, evaluation_wait, save = (self.seconds.get(phase, 0.0) for phase in names)
-        return {
-            "step": train - save + sync,
-            "generate": self.context.pool.busy_seconds() - self._busy_before,
-            "wait": wait,
-            "evaluation_wait": evaluation_wait,
-            "train": train - save - wait - evaluation_wait,
-            "sync": sync,
-        }
+        train -= evaluation_wait + save
+        generate = self.context.pool.busy_seconds() - self._busy_before
+        seconds = {"step": train + sync, "generate": generate, "wait": wait, "train": train - wait, "sync": sync}
+        return {**seconds, "evaluation_wait": evaluation_wait}
 
     def _idle_shares(self, seconds: Mapping[str, float]) -> Mapping[str, float]:
         return {
-            "idle/trainer": (seconds["wait"] + seconds["evaluation_wait"] + seconds["sync"]) / seconds["step"],
+            "idle/trainer": (seconds["wait"] + seconds["sync"]) / seconds["step"],
             "idle/rollout": 1 - seconds["generate"] / seconds["step"],
         }
 

@@ -322,7 +322,8 @@ class TrainerRank:
         return self.state.write(folder)
 
     def restore(self, folder: Path, version: int) -> None:
-        self._require_closed("restore")
+        if self.step.open:
+            raise TrainerError("restore while a step is open: finish or abort it first")
         self.require_onloaded("restore", *TrainerMemory)
         self.state.restore(folder)
         self.step.version = version
@@ -334,10 +335,6 @@ class TrainerRank:
         offloaded = [region.name for region in regions if region in self.offloaded]
         if offloaded:
             raise TrainerError(f"trainer rank {self.rank}: {call} while offloaded: {', '.join(offloaded)}")
-
-    def _require_closed(self, call: str) -> None:
-        if self.step.open:
-            raise TrainerError(f"{call} while a step is open: finish or abort it first")
 
     def offload(self, region: TrainerMemory) -> None:
         self.extensions[OFFLOAD].offload(region)

@@ -22,7 +22,7 @@ from tests.simulation import SimEngine, SimTrainer, World, config, run_virtual, 
 
 PHASES = {  # of which `time/step` is the sum
     PlacementKind.colocate: ("generate", "train", "sync"),
-    PlacementKind.fully_async: ("wait", "evaluation_wait", "train", "sync"),
+    PlacementKind.fully_async: ("wait", "train", "sync"),
 }
 BOTH = pytest.mark.parametrize("kind", list(CONTROLLERS))
 Prepare = Callable[[World, pytest.MonkeyPatch], None]
