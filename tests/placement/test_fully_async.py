@@ -3,7 +3,6 @@
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain, repeat
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -193,9 +192,6 @@ def test_not_streamed_groups_are_trained_on_in_the_order_of_their_dispatch(tmp_p
     assert arrival != drawn
 
 
-# --- evaluations
-
-
 def versions(groups: Iterable[Group]) -> set[int]:
     """Those that sampled a token of these groups."""
     return {span.version for group in groups for each in group.trajectories for span in each.completion.spans}
@@ -238,7 +234,7 @@ def test_the_wait_for_an_evaluation_and_the_checkpoint_after_it_are_no_time_of_t
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=now))
     made = config(steps=4, max_staleness=1, in_flight=InFlight.in_place, every=2)
     made.checkpoint = CheckpointConfig(keep=1)
-    training = chain(repeat(1.0, 12), repeat(30.0))  # the groups of step 4 keep the engines busy during step 3
+    training = iter([1.0] * 12 + [30.0] * 4)  # the groups of step 4 keep the engines busy during step 3
     world = World(made, tmp_path, lambda prompt_id: 10.0 if prompt_id.startswith("eval/") else next(training))
 
     async def capture() -> int:
@@ -267,9 +263,6 @@ def test_an_engine_that_dies_during_an_evaluation_gets_the_version_that_is_evalu
     assert world.engines[1].calls["eval/0"] == 2
     assert [step for _, step in world.recorder.evaluations] == [2, 4]
     assert [versions(world.recorder.evaluated[step]) for step in (2, 4)] == [{2}, {4}]
-
-
-# --- failures
 
 
 class Broken:
