@@ -226,7 +226,8 @@ class Trainer(Protocol):
     async def capture(self) -> int:
         """Copy the checkpoint's content to host memory and return its bytes, over all ranks.
 
-        Between steps only. Works with offloaded regions.
+        Between steps, or in an open step before `finish_step`: the state that the step began with, without its
+        gradients. Works with offloaded regions.
         """
         ...
 

@@ -418,6 +418,7 @@ class Lines:
     timeline: Timeline = field(default_factory=Timeline)
     lines: list[dict[str, float]] = field(default_factory=list)
     evaluations: list[tuple[float, int]] = field(default_factory=list)
+    evaluated: dict[int, Sequence[Group]] = field(default_factory=dict)  # by step
     ledger: list[tuple[int, list[str], list[str]]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     statuses: list[str] = field(default_factory=list)
@@ -453,6 +454,7 @@ class Lines:
         self, step: int, results: Mapping[str, Mapping[str, float]], groups: Sequence[Group] = (), decode: object = None
     ) -> None:
         self.evaluations.append((now(), step))
+        self.evaluated[step] = groups
 
 
 def config(kind: PlacementKind = PlacementKind.fully_async, **changes: Any) -> RunConfig:

@@ -267,9 +267,13 @@ class PlacementController(ABC):
             raise RunError(f"the metrics of step {self.version} {late}") from None
 
     async def _evaluate(self) -> None:
-        context = self.context
         async with self.phase("evaluate", step=self.version, record_memory=False):
-            results, groups = await self._sample_evaluation()
+            await self._run_evaluation()
+
+    async def _run_evaluation(self) -> None:
+        """Sample and record the evaluation of the current version, which must not change meanwhile."""
+        context = self.context
+        results, groups = await self._sample_evaluation()
         with _recording(f"the evaluation after step {self.version}"):
             context.recorder.log_eval(self.version, results, groups, context.rollouter.tokenizer.decode)
         self.accuracy = sum(metrics["accuracy"] for metrics in results.values()) / len(results)

@@ -16,18 +16,30 @@ As in every placement, a watchdog around the run ends it when neither makes prog
 No deadlock: while the consumer waits, it lacks groups of its step. Admission always allows the groups of the next step,
 so either some are in flight, and each ends (its engine finishes it or is replaced), or there is capacity for them.
 
+An evaluation of version v begins right after its sync, beside step v + 1, and step v + 1 waits for it before its first
+update (`evaluation_wait`):
+
+    engines   │ evaluation of v, and groups ─────────────────────────────┐ groups ──────────┐
+    trainer   │ step v + 1: collect, forward, backward │ evaluation_wait │ save v │ update  │ sync v + 1
+
+The update, not only the sync, waits: the trainer then still holds version v for an engine that has to be restarted, for
+the checkpoint of the best accuracy, and for a run that its evaluation stops.
+
 Invariants:
     - A group is never trained on when its oldest token is more than `max_staleness` syncs old.
     - Completions in flight at a sync finish first (drain), or continue with a recomputed (retract) or the old KV cache
       (in_place).
+    - One version samples every completion of an evaluation: no newer one exists before the evaluation ends.
 """
 
+import asyncio
 from collections.abc import Mapping
 
 from app.placement.context import RunContext
 from app.placement.controller import PlacementController
 from app.placement.producer import Producer
 from app.types import ScoredGroup
+from app.utils.tasks import root_cause
 
 
 class FullyAsync(PlacementController):
@@ -46,7 +58,8 @@ class FullyAsync(PlacementController):
     async def _consume(self) -> None:
         while not self.finished:
             await self._step(self.version + 1)
-            await self.after_step()
+            if self.finished or not self.evaluation_due:  # else the next step evaluates beside its work, then saves
+                await self.after_step()
             self.producer.resume_dispatch()
 
     async def _step(self, step: int) -> None:
@@ -56,6 +69,8 @@ class FullyAsync(PlacementController):
         self.context.probe.start(self.version, self.context.pool.alive)
         async with self.phase("train"):
             scored = await self._train(step)
+        if self.finished:  # by the evaluation of the version before
+            return
 
         async with self.phase("sync"):
             self.producer.pause_dispatch()
@@ -66,6 +81,39 @@ class FullyAsync(PlacementController):
         await self.commit(sync)
 
     async def _train(self, step: int) -> list[ScoredGroup]:
+        scored = await (self._fill_beside_evaluation(step) if self.evaluation_due else self._fill(step))
+        if self.finished:
+            await self.context.trainer.abort_step()
+            return []
+
+        async with self.phase("finish", track="trainer", record_memory=False):
+            await self.finish_step(step, scored, self.producer.drain_counts())
+        return scored
+
+    async def _fill_beside_evaluation(self, step: int) -> list[ScoredGroup]:
+        """Evaluate the current version while the next step is filled; then save what is due of that version."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                evaluation = tasks.create_task(self._evaluate_on_own_track(), name="evaluation")
+                scored = await self._fill(step)
+                busy = self.context.pool.busy_seconds()
+                async with self.phase("evaluation_wait", track="trainer", record_memory=False):
+                    await evaluation
+        except BaseExceptionGroup as failures:
+            raise root_cause(failures) from None
+
+        async with self.phase("save", record_memory=False):
+            await self.after_step()
+        self._busy_before += self.context.pool.busy_seconds() - busy  # no part of the step, as in `_step_seconds`
+        return scored
+
+    async def _evaluate_on_own_track(self) -> None:
+        # No `phase`: those of the step go on.
+        with self.context.recorder.timeline.span("evaluation", "evaluate", step=self.version):
+            await self._run_evaluation()
+
+    async def _fill(self, step: int) -> list[ScoredGroup]:
+        """Open a step and add its groups."""
         await self.context.trainer.begin_step(version=step)
         scored = await self._collect()
         self.require_groups(len(scored), self.producer.counts)
@@ -76,9 +124,6 @@ class FullyAsync(PlacementController):
                 async with self.phase("old_logprobs", track="trainer", record_memory=False):
                     await self.context.trainer.old_logprobs(scored)
             await self.context.trainer.add_groups(scored)
-
-        async with self.phase("finish", track="trainer", record_memory=False):
-            await self.finish_step(step, scored, self.producer.drain_counts())
         return scored
 
     async def _collect(self) -> list[ScoredGroup]:
@@ -95,10 +140,16 @@ class FullyAsync(PlacementController):
         return scored
 
     def _step_seconds(self) -> dict[str, float]:
-        """Return the seconds of the step. `wait` is the time within the train phase without groups to train on."""
-        train, sync, wait = (self.seconds.get(phase, 0.0) for phase in ("train", "sync", "wait"))
+        """Return the seconds of the step, and those in which it waited for an evaluation, which are no part of it.
+
+        The train phase contains all but the sync. `wait` is the time without groups to train on.
+        """
+        names = ("train", "sync", "wait", "evaluation_wait", "save")
+        train, sync, wait, evaluation_wait, save = (self.seconds.get(phase, 0.0) for phase in names)
+        train -= evaluation_wait + save
         generate = self.context.pool.busy_seconds() - self._busy_before
-        return {"step": train + sync, "generate": generate, "wait": wait, "train": train - wait, "sync": sync}
+        seconds = {"step": train + sync, "generate": generate, "wait": wait, "train": train - wait, "sync": sync}
+        return {**seconds, "evaluation_wait": evaluation_wait}
 
     def _idle_shares(self, seconds: Mapping[str, float]) -> Mapping[str, float]:
         return {
@@ -107,4 +158,5 @@ class FullyAsync(PlacementController):
         }
 
     def describe(self) -> str:
-        return f"{super().describe()}; {self.producer.describe()}"
+        evaluating = f"; evaluating step {self.version}" if self.evaluation_due else ""
+        return f"{super().describe()}; {self.producer.describe()}{evaluating}"

@@ -1,4 +1,4 @@
-"""A rank's share of a checkpoint: copied to the host between two steps, written to disk while training continues.
+"""A rank's share of a checkpoint: copied to the host between two updates, written to disk while training continues.
 
     capture   shards → host memory   training waits
     write     host memory → files    training continues
@@ -58,8 +58,8 @@ def reshard(model: nn.Module) -> None:
 class RankState:
     """One rank's share of a checkpoint.
 
-    All ranks make the same calls in the same order. `capture` and `restore` need a closed step; `write` may run
-    concurrently with steps.
+    All ranks make the same calls in the same order. `restore` needs a closed step, `capture` one without updates so
+    far; `write` may run concurrently with steps.
 
     Example::
 

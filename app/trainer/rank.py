@@ -100,7 +100,7 @@ class TrainerRank:
         2. `start`, then `setup`, each on all ranks at once: `setup` runs collectives.
         3. `attach` for each extension, `OFFLOAD` among them.
         4. Steps: `begin_step` → `add_groups`, `add_demonstrations` … → `finish_step` or `abort_step`.
-        5. Between steps: `offload` and `onload`, `capture` → `write`, `restore`.
+        5. Between steps: `offload`, `onload` and `restore`; or before the updates of one: `capture` → `write`.
     """
 
     def __init__(self, spec: RankSpec, rank: int):
@@ -311,7 +311,8 @@ class TrainerRank:
         return self.state.bytes
 
     def capture(self) -> int:
-        self._require_closed("capture")
+        if self.step.version is None:
+            raise TrainerError("capture between the updates of a step: finish it first")
         offload = self.extensions.get(OFFLOAD)
         return self.state.capture(offload.copy if offload else None)
 
@@ -321,7 +322,8 @@ class TrainerRank:
         return self.state.write(folder)
 
     def restore(self, folder: Path, version: int) -> None:
-        self._require_closed("restore")
+        if self.step.open:
+            raise TrainerError("restore while a step is open: finish or abort it first")
         self.require_onloaded("restore", *TrainerMemory)
         self.state.restore(folder)
         self.step.version = version
@@ -333,10 +335,6 @@ class TrainerRank:
         offloaded = [region.name for region in regions if region in self.offloaded]
         if offloaded:
             raise TrainerError(f"trainer rank {self.rank}: {call} while offloaded: {', '.join(offloaded)}")
-
-    def _require_closed(self, call: str) -> None:
-        if self.step.open:
-            raise TrainerError(f"{call} while a step is open: finish or abort it first")
 
     def offload(self, region: TrainerMemory) -> None:
         self.extensions[OFFLOAD].offload(region)

@@ -1,8 +1,8 @@
 """Runs of several steps: one that saves a checkpoint midway, and one that resumes from it."""
 
 import random
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,12 +17,12 @@ from app.config.trainer import TrainerConfig
 from app.trainer.checkpoint_state import RankState
 from app.trainer.step import TrainStep
 from app.types import ScoredGroup
-from tests.trainer.support import Scenario, make_step, parameters, train
+from tests.trainer.support import Scenario, make_step, parameters
 from tests.trainer.test_step import GRPO
 
 TRAINER = TrainerConfig(lr=1e-3, warmup_steps=6)
 STEPS, SAVED = 4, 2
-BUDGET = 100  # tokens per rank and pass
+BUDGET = 60  # tokens per rank and pass: three of four groups fill one on one rank, and on two
 ALL_WEIGHTS = LoraConfig()
 
 
@@ -45,17 +45,25 @@ def trainer_of(path: Path, scenario: Scenario, mesh: DeviceMesh | None = None) -
 def run_and_save(
     mesh: DeviceMesh | None, path: Path, groups: Sequence[ScoredGroup], folder: Path, lora: LoraConfig = ALL_WEIGHTS
 ) -> RunResult:
-    """Run four steps. The state after the second is captured, and written during the others."""
+    """Run four steps. The state after the second is captured while the third accumulates, and written meanwhile."""
     torch.manual_seed(11)
     step, state = trainer_of(path, Scenario(GRPO, groups, trainer=TRAINER, budget=BUDGET, lora=lora), mesh)
     metrics = {version: _step(step, groups, version) for version in range(1, SAVED + 1)}
     folder.mkdir(exist_ok=True)
-    state.capture()
-    saved, numbers = parameters(step.model), _draw()
+    saved = parameters(step.model)
+    numbers: list[float] = []
+    writing: list[Future[dict[str, int]]] = []
     with ThreadPoolExecutor(1) as pool:
-        writing = pool.submit(state.write, folder)
-        metrics |= {version: _step(step, groups, version) for version in range(SAVED + 1, STEPS + 1)}
-        written = _of_all_ranks(writing.result(), mesh)
+
+        def capture() -> None:
+            assert any(parameter.grad is not None for parameter in step.model.parameters())
+            state.capture()
+            numbers.extend(_draw())
+            writing.append(pool.submit(state.write, folder))
+
+        metrics[SAVED + 1] = _step(step, groups, SAVED + 1, midway=capture)
+        metrics |= {version: _step(step, groups, version) for version in range(SAVED + 2, STEPS + 1)}
+        written = _of_all_ranks(writing[0].result(), mesh)
     return RunResult(metrics, saved, parameters(step.model), numbers, written)
 
 
@@ -99,10 +107,16 @@ def _of_all_ranks(checksums: dict[str, int], mesh: DeviceMesh | None) -> dict[st
     return {name: crc32 for each in gathered for name, crc32 in each.items()}
 
 
-def _step(step: TrainStep, groups: Sequence[ScoredGroup], version: int) -> dict[str, float]:
-    """Train one step. Every version has different data."""
-    count = len(groups) - version % 3
-    return dict(train(step, Scenario(GRPO, groups[:count], trainer=TRAINER, budget=BUDGET), version).metrics)
+def _step(
+    step: TrainStep, groups: Sequence[ScoredGroup], version: int, *, midway: Callable[[], None] = lambda: None
+) -> dict[str, float]:
+    """Train one step. Every version has different data. `midway` is called before the last group is added."""
+    data = groups[: len(groups) - version % 3]
+    step.begin(version)
+    step.add_groups(data[:-1])
+    midway()
+    step.add_groups(data[-1:])
+    return dict(step.finish().metrics)
 
 
 def _draw() -> list[float]:

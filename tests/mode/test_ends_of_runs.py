@@ -201,6 +201,7 @@ def test_a_failed_evaluation_saves_its_step_which_is_evaluated_by_the_resumed_ru
         play(world)
     state = read_state(tmp_path / "checkpoints" / "step_3")
     assert (saved(tmp_path), state.accuracy, state.evaluation_due) == (3, None, True)
+    assert len(world.trainer.trained) == 3
 
 
 # --- interrupts
@@ -211,7 +212,7 @@ def test_an_interrupt_at_any_moment_saves_all_that_was_trained(
     kind: PlacementKind, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Generation, training, the update, the sync, the evaluation: what the ranks trained is recorded and saved."""
-    updates = []
+    updates, due = [], set()
     for tenth in range(5, 75, 4):
         folder = tmp_path_factory.mktemp("run")
         world = a_world(kind, folder, monkeypatch)
@@ -222,6 +223,10 @@ def test_an_interrupt_at_any_moment_saves_all_that_was_trained(
         updates.append(done)
         assert world.recorder.warnings == []
         assert saved(folder) == (done or None), tenth
+        if (checkpoint := latest(folder)) is not None:
+            evaluated = {step for _, step in world.recorder.evaluations}
+            due.add(read_state(checkpoint).evaluation_due)
+            assert read_state(checkpoint).evaluation_due == (done % 3 == 0 and done not in evaluated), tenth
         assert [line["step"] for line in world.recorder.lines] == list(range(1, done + 1)), tenth
         trained = [ids for _, ids, _ in world.recorder.ledger]
         assert trained == [[group.prompt.id for group in groups] for _, groups in world.trainer.trained]
@@ -230,6 +235,7 @@ def test_an_interrupt_at_any_moment_saves_all_that_was_trained(
             assert "time/finish" not in line
     assert min(updates) == 0
     assert max(updates) >= 3
+    assert due == {True, False}
 
 
 @BOTH

@@ -1,5 +1,6 @@
 """What a step records, and what failing to record it costs."""
 
+import asyncio
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,7 +12,19 @@ from app.config.checkpoint import CheckpointConfig
 from app.config.placement import PlacementKind
 from app.errors import RunError
 from app.placement import controller as placement_controller
-from tests.simulation import BOTH, World, config, play, without_threads
+from tests.simulation import BOTH, SimTrainer, World, config, play, without_threads
+
+
+class Versioned(SimTrainer):
+    """Its checkpoints have one file, with the version of the captured parameters."""
+
+    async def capture(self) -> int:
+        self.captured = await self.version()
+        return 0
+
+    async def write(self, folder: Path) -> dict[str, int]:
+        (folder / "policy").write_text(str(self.captured))
+        return {"policy": 0}
 
 
 @BOTH
@@ -21,6 +34,7 @@ def test_the_best_evaluation_is_kept_although_no_checkpoint_was_due(
     accuracies = [0.9, 0.3, 0.7, 0.5, 0.7, 0.6, 0.1]  # of versions 0 to 6; the first is of the untrained model
 
     async def evaluated(_: object, __: object, ___: object, version: int) -> tuple[dict[str, dict[str, float]], list]:
+        await asyncio.sleep(10.0)  # in fully_async, the next step has all of its groups by then
         return {"one": {"accuracy": accuracies[version]}, "two": {"accuracy": accuracies[version]}}, []
 
     monkeypatch.setattr(placement_controller, "evaluate", evaluated)
@@ -28,12 +42,12 @@ def test_the_best_evaluation_is_kept_although_no_checkpoint_was_due(
     settings = config(kind, max_staleness=0, before_train=True)
     settings.eval.every = 1
     settings.checkpoint = CheckpointConfig(keep=1)
-    world = World(settings, tmp_path)
+    world = World(settings, tmp_path, trainer=Versioned(seconds=0.1, finish=0.2))
     play(world)
     assert {each.name for each in (tmp_path / "checkpoints").iterdir()} == {"latest", "best", "step_2", "step_6"}
     best = folder.best(tmp_path)
     assert best is not None
-    assert (best.name, read_state(best).accuracy) == ("step_2", 0.7)
+    assert (best.name, read_state(best).accuracy, (best / "policy").read_text()) == ("step_2", 0.7, "2")
     assert read_state(tmp_path / "checkpoints" / "step_6").accuracy == 0.1
 
 

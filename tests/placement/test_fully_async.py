@@ -1,19 +1,24 @@
 """The controllers of partial rollouts around simulated engines and trainers, in virtual time."""
 
+import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.config import RunConfig
+from app.config.checkpoint import CheckpointConfig
 from app.config.placement import PlacementKind, Stream
 from app.errors import EngineError, RunError, TrainerError
+from app.placement import controller as placement_controller
 from app.placement.fully_async import FullyAsync
-from app.types import InFlight, Trajectory
-from tests.simulation import BOTH, World, config, long_tailed, play, virtual
+from app.rollout.engine import pool
+from app.types import Group, InFlight, Trajectory
+from tests.simulation import BOTH, World, config, long_tailed, now, play, virtual, without_threads
 
 ASYNC, COLOCATE = PlacementKind.fully_async, PlacementKind.colocate
 MODES = [
@@ -187,22 +192,77 @@ def test_not_streamed_groups_are_trained_on_in_the_order_of_their_dispatch(tmp_p
     assert arrival != drawn
 
 
-def test_evaluation_follows_a_push_at_once_with_the_gate_shut(tmp_path: Path) -> None:
-    made = config(steps=6, max_staleness=2, in_flight=InFlight.in_place, every=2)
+def versions(groups: Iterable[Group]) -> set[int]:
+    """Those that sampled a token of these groups."""
+    return {span.version for group in groups for each in group.trajectories for span in each.completion.spans}
+
+
+def test_a_version_is_evaluated_beside_the_next_step_whose_update_waits(tmp_path: Path) -> None:
+    made = config(steps=6, max_staleness=1, in_flight=InFlight.in_place, every=2)
     world = World(made, tmp_path, long_tailed(2), eval_rows=30)
+    added: list[float] = []
+    add = world.trainer.add_groups
+
+    async def record(groups: Sequence) -> None:
+        await add(groups)
+        added.append(now())
+
+    world.trainer.add_groups = record  # type: ignore[method-assign]
     play(world)
     pushed = {version: at for at, version in world.sync.pushed}
+    begun = sorted((at, prompt_id) for engine in world.engines for at, _, prompt_id in engine.begun)
     assert [step for _, step in world.recorder.evaluations] == [2, 4, 6]
-    begun = sorted(entry for engine in world.engines for entry in engine.begun)
     for ended, step in world.recorder.evaluations:
-        during = [(at, version, p) for at, version, p in begun if pushed[step] < at < ended or p.startswith("eval/")]
-        inside = [(at, version, p) for at, version, p in during if pushed[step] <= at <= ended]
-        evals = [entry for entry in inside if entry[2].startswith("eval/")]
-        assert evals[0][0] == pytest.approx(pushed[step])
-        assert {version for _, version, _ in evals} == {step}
+        during = [(at, prompt_id) for at, prompt_id in begun if pushed[step] <= at < ended]
+        evals = [at for at, prompt_id in during if prompt_id.startswith("eval/")]
         assert len(evals) == 30
-        training = [at for at, _, p in inside if not p.startswith("eval/")]
-        assert not [at for at in training if pushed[step] < at < ended]
+        assert evals[0] == pytest.approx(pushed[step])
+        assert versions(world.recorder.evaluated[step]) == {step}
+        if step < made.steps:
+            assert len(during) > len(evals)
+            assert any(pushed[step] < at < ended for at in added)
+            updated = world.trainer.finished_at[step]
+            assert ended + world.trainer.finish <= updated + 1e-6 < pushed[step + 1]
+
+
+def test_the_wait_for_an_evaluation_and_the_checkpoint_after_it_are_no_time_of_the_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Step 3 is beside an evaluation of 10 s, after which the best state is captured for 5 s."""
+    without_threads(monkeypatch)
+    for module in (placement_controller, pool):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=now))
+    made = config(steps=4, max_staleness=1, in_flight=InFlight.in_place, every=2)
+    made.checkpoint = CheckpointConfig(keep=1)
+    training = iter([1.0] * 12 + [30.0] * 4)  # the groups of step 4 keep the engines busy during step 3
+    world = World(made, tmp_path, lambda prompt_id: 10.0 if prompt_id.startswith("eval/") else next(training))
+
+    async def capture() -> int:
+        await asyncio.sleep(5.0)
+        return 0
+
+    world.trainer.capture = capture  # type: ignore[method-assign]
+    play(world)
+    line = world.recorder.lines[2]
+    assert line["time/train"] == pytest.approx(4 * 0.1 + 0.2)
+    assert line["time/evaluation_wait"] == pytest.approx(10.0 - line["time/wait"] - 4 * 0.1)
+    assert line["time/step"] == pytest.approx(line["time/wait"] + 4 * 0.1 + 0.2 + 0.1)
+    assert line["idle/rollout"] == pytest.approx(0.0)
+
+
+def test_an_engine_that_dies_during_an_evaluation_gets_the_version_that_is_evaluated(tmp_path: Path) -> None:
+    """Its requests are sampled again 5 s later, when the next step has all of its groups."""
+
+    def make() -> World:
+        made = config(steps=4, max_staleness=2, in_flight=InFlight.in_place, every=2)
+        return World(made, tmp_path, lambda prompt_id: 10.0 if prompt_id.startswith("eval/") else 1.0, engine_count=1)
+
+    play(undisturbed := make())
+    begun = next(at for at, version in undisturbed.sync.pushed if version == 2)
+    play(world := make(), (begun + 6.0, 0))
+    assert world.engines[1].calls["eval/0"] == 2
+    assert [step for _, step in world.recorder.evaluations] == [2, 4]
+    assert [versions(world.recorder.evaluated[step]) for step in (2, 4)] == [{2}, {4}]
 
 
 class Broken:

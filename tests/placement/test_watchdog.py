@@ -76,7 +76,7 @@ def sync_hangs(world: World) -> None:
     ("kind", "hangs", "phase"),
     [
         (PlacementKind.colocate, evaluation_hangs, "step 1, phase evaluate.*eval/1"),
-        (ASYNC, evaluation_hangs, "step 3, phase evaluate.*eval/1"),
+        (ASYNC, evaluation_hangs, "step 3, phase evaluation_wait.*eval/1.*evaluating step 2"),
         (PlacementKind.colocate, training_hangs, "step 1, phase train"),
         (ASYNC, finish_hangs, "step 1, phase finish"),
         (PlacementKind.colocate, sync_hangs, "step 2, phase sync"),

@@ -4,13 +4,15 @@ import json
 import os
 import signal
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from app.checkpoint.folder import best
+from app.checkpoint.run_state import read_state
 from app.data.cursor import PromptCursor
 from app.types import Prompt
 from tests.runs import Run
@@ -91,7 +93,7 @@ def warnings(folder: Path) -> list[str]:
 @pytest.mark.timeout(400)
 def test_a_run_survives_kill_9_of_driver_engine_and_trainer(start: Callable[..., Run]) -> None:
     """One after the other; kill -9 of the driver also leaves no process behind."""
-    overrides = [*PLACEMENTS["fully_async"], *LONG]
+    overrides = [*PLACEMENTS["fully_async"], *LONG, "eval.every=4", "tracking.samples_per_step=1000"]
     run = start("steps=500", *overrides)
     run.wait_for_step(3)
     kill(run, "driver")
@@ -111,11 +113,26 @@ def test_a_run_survives_kill_9_of_driver_engine_and_trainer(start: Callable[...,
     assert len(on_policy) >= 3  # each life begins with one
     assert max(line["mismatch/kl"] for line in on_policy) < 1e-6
     assert run.summary()["status"] == "finished"
+    assert_evaluated(run, range(4, 25, 4))
     assert f"resumed after step {saved}" in run.text
     said = " ".join(warnings(run.folder))
     assert "was killed by SIGKILL" in said
     assert "restarted from step" in said
     assert "Traceback" not in run.text
+
+
+def assert_evaluated(run: Run, steps: Iterable[int]) -> None:
+    """Each of these versions was evaluated, by itself alone; the best one's checkpoint stands."""
+    accuracies = {line["step"]: line["eval/accuracy"] for line in run.metrics() if "eval/accuracy" in line}
+    assert list(accuracies) == list(steps)
+    for step in steps:
+        lines = (run.folder / "samples" / f"eval_{step}.jsonl").read_text().splitlines()
+        spans = [span for line in lines for span in json.loads(line)["versions"]]
+        assert (len(lines), {version for version, *_ in spans}) == (20, {step})
+    kept = best(run.folder)
+    assert kept is not None
+    step = max(accuracies, key=accuracies.__getitem__)
+    assert (kept.name, read_state(kept).accuracy) == (f"step_{step}", accuracies[step])
 
 
 def saved_on_sigterm(run: Run) -> int:

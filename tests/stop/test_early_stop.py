@@ -73,6 +73,7 @@ def test_a_run_ends_where_its_evaluations_stop_it_and_saves_that_step(
         run_virtual(story())
     assert json.loads((tmp_path / "summary.json").read_text())["steps"] == last
     assert latest(tmp_path) == tmp_path / "checkpoints" / f"step_{last}"
+    assert (len(world.trainer.trained), world.trainer.open) == (last, None)
 
 
 @pytest.mark.parametrize(
