@@ -36,8 +36,8 @@ class Concurrency:
             now = "stay in flight" if lowered == self.groups else f"are in flight from now on, instead of {self.groups}"
             self._warn(
                 f"engines retracted requests {retractions} times in a step of {completions} completions, as in "
-                f"the step before: their KV caches are full. {lowered} groups {now}; a larger rollout.memory_fraction, or a "
-                "smaller rollout.max_inflight_groups, makes room"
+                f"the step before: their KV caches are full. {lowered} groups {now}; room is made by a larger "
+                "rollout.memory_fraction or a smaller rollout.max_inflight_groups"
             )
             self._warned = lowered == self.groups
             self.groups, self._full_steps = lowered, 0

@@ -40,7 +40,7 @@ def test_two_steps_in_a_row_with_many_retractions_lower_the_number_and_one_that_
     assert [number in text for number, text in zip(warned, warnings, strict=True)] == [True] * len(warned)
 
 
-@pytest.mark.parametrize(("adapts", "last"), [(True, 4), (False, 12)])
+@pytest.mark.parametrize(("adapts", "last"), [(True, 4), (False, 8)])
 def test_the_producer_keeps_to_the_lowered_number(
     adapts: bool, last: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
