@@ -47,8 +47,8 @@ async def evaluate(
         tuple(config.rollout.stop),
     )
     # as many completions in flight as in training, where staleness may be the tighter bound
-    groups = config.rollout.max_inflight_groups or config.groups_in_flight
-    limit = max(1, groups * config.algorithm.group_size // settings.samples)
+    in_training = config.rollout.max_inflight_groups or config.groups_in_flight
+    limit = max(1, in_training * config.algorithm.group_size // settings.samples)
 
     metrics: dict[str, dict[str, float]] = {}
     all_groups: list[Group] = []

@@ -35,9 +35,9 @@ class Concurrency:
         if self._full_steps >= PATIENCE and not (self._warned and lowered == self.groups):
             now = "stay in flight" if lowered == self.groups else f"are in flight from now on, instead of {self.groups}"
             self._warn(
-                f"engines retracted requests {retractions} times in a step of {completions} completions, as in "
-                f"the step before: their KV caches are full. {lowered} groups {now}; room is made by a larger "
-                "rollout.memory_fraction or a smaller rollout.max_inflight_groups"
+                f"engines retracted requests {retractions} times in a step of {completions} completions, the second "
+                f"such step in a row: their KV caches are full. {lowered} groups {now}; a larger "
+                "rollout.memory_fraction or a smaller rollout.max_inflight_groups makes room"
             )
             self._warned = lowered == self.groups
             self.groups, self._full_steps = lowered, 0
