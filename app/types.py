@@ -127,6 +127,7 @@ class Completion:
     text: str | None = None  # decoded by the engine's host, without special tokens; None: not decoded
     cached_tokens: int = 0  # of the prompt, that the engine had in its KV cache
     verify_passes: int = 0  # that sampled the tokens, all but the first one; 0 without drafts
+    retractions: int = 0  # times that a full KV cache interrupted it; what it had there was computed again
     teacher_logprobs: np.ndarray | None = None  # [T] float32, of the same tokens; None without a teacher
 
     @property

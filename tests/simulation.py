@@ -29,6 +29,7 @@ from app.data.cursor import PromptCursor
 from app.errors import EngineError, EngineLost, SyncError, TrainerError
 from app.mode.train import CONTROLLERS
 from app.placement import controller as placement_controller
+from app.placement.concurrency import Concurrency
 from app.placement.context import RunContext
 from app.placement.controller import PlacementController
 from app.placement.time_sharing import TimeSharing
@@ -132,6 +133,7 @@ class SimEngine:
     start_seconds: float = 0.0
     name: str = "engine 0"
     prefill: float = 0.0  # seconds of the engine to prefill what one request sampled in a second
+    retractions = 0  # of a completion
     ended: bool = False
 
     def __post_init__(self) -> None:
@@ -197,7 +199,8 @@ class SimEngine:
     def _completion(self, right: bool, spans: tuple[VersionSpan, ...]) -> Completion:
         tokens = np.full(self.tokens, 5, dtype=np.int32)  # blanks: the reward strips them
         tokens[-1] = RIGHT if right else WRONG
-        return Completion(tokens, np.zeros(self.tokens, dtype=np.float32), FinishReason.stop, spans)
+        logprobs = np.zeros(self.tokens, dtype=np.float32)
+        return Completion(tokens, logprobs, FinishReason.stop, spans, retractions=self.retractions)
 
     async def pause(self, in_flight: InFlight) -> None:
         if in_flight is InFlight.drain:
@@ -496,6 +499,7 @@ class World:
     start_seconds: float = 5.0  # of an engine that replaces another
     tokens: int = 4  # of a completion
     prefill: float = 0.0  # of a `SimEngine`
+    adapts: bool = False  # the groups in flight
     probe: Probe = Probe.never  # a simulated engine counts every request
     environments: Any = None  # a `SimEnvironments`; None: single turns
     trainer: SimTrainer = field(default_factory=lambda: SimTrainer(seconds=0.1, finish=0.2))
@@ -544,6 +548,7 @@ class World:
             rollouter=Rollouter(
                 pool, self.scorer, build_tokenizer(256), self.recorder.timeline, self.config.recovery, self._episodes()
             ),
+            concurrency=Concurrency(self.config, self.recorder.warn, adapts=self.adapts),
             cursor=self.cursor,
             evals={"eval": prompts(self.eval_rows, "eval")},
             recorder=recorder,

@@ -38,7 +38,7 @@ class Room:
 
 ROOMS = {
     "report": Room(("app.mode.report", "app.tracking.report"), ("app.main", "app.tracking.recorder")),
-    "plan": Room(("app.mode.plan",), ("app.mode.train",)),
+    "plan": Room(("app.mode.plan",), ("app.mode.train", "app.mode.eval")),
     "doctor": Room(("app.mode.doctor",), ()),
     "parity": Room(("app.mode.parity",), ()),
     "verifiers": Room(("app.environment.verifiers",), ()),  # of the kinds of environment, by name

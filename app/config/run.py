@@ -123,7 +123,7 @@ class RunConfig:
     @property
     def groups_in_flight(self) -> int:
         admitted = (self.placement.max_staleness + 1) * self.algorithm.prompts_per_step
-        return min(self.rollout.max_inflight_groups, admitted)
+        return min(self.rollout.max_inflight_groups or admitted, admitted)
 
     @property
     def stream(self) -> bool:

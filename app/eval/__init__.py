@@ -46,8 +46,9 @@ async def evaluate(
         settings.top_k,
         tuple(config.rollout.stop),
     )
-    # as many completions in flight as in training
-    limit = max(1, config.rollout.max_inflight_groups * config.algorithm.group_size // settings.samples)
+    # as many completions in flight as in training, where staleness may be the tighter bound
+    in_training = config.rollout.max_inflight_groups or config.groups_in_flight
+    limit = max(1, in_training * config.algorithm.group_size // settings.samples)
 
     metrics: dict[str, dict[str, float]] = {}
     all_groups: list[Group] = []

@@ -17,6 +17,7 @@ from app.errors import expect
 from app.eval import evaluate
 from app.mode import ModeResult
 from app.mode.export import source_of
+from app.model.architecture import architecture_of
 from app.placement.watchdog import watchdog
 from app.start.inputs import RunInputs
 from app.start.session import start_rollout_workers
@@ -34,7 +35,10 @@ def run(config: RunConfig, folder: Path, inputs: RunInputs) -> ModeResult:
 
 
 async def _evaluate(config: RunConfig, folder: Path, inputs: RunInputs, recorder: RunFolderRecorder) -> float:
+    from app.mode.plan.memory import with_inflight_groups
+
     device = device_of(config.device.kind)
+    config = with_inflight_groups(config, device, architecture_of(config.model))
     async with (
         subject_of(config, folder, inputs.checkpoint, recorder) as (step, weights),
         start_rollout_workers(config, device, folder, inputs, recorder, weights=weights) as workers,

@@ -38,6 +38,7 @@ from app.mode import ModeResult
 from app.model.architecture import architecture_of
 from app.model.hf_directory import identity
 from app.placement.colocate import Colocate
+from app.placement.concurrency import Concurrency
 from app.placement.context import RunContext
 from app.placement.controller import PlacementController
 from app.placement.fully_async import FullyAsync
@@ -92,17 +93,18 @@ async def _train(
     recorder: RunFolderRecorder,
     schedule: type[PlacementController] | None,
 ) -> None:
-    from app.mode.plan.memory import with_memory_settings
+    from app.mode.plan.memory import with_inflight_groups, with_memory_settings
 
     device = device_of(config.device.kind)
     model = architecture_of(config.model)
-    config = with_memory_settings(config, device, model)
+    adapts = config.rollout.max_inflight_groups is None
+    config = with_inflight_groups(with_memory_settings(config, device, model), device, model)
     in_flight = config.placement.in_flight_or_default(keeps_cache=model is not None and model.linear is None)
     config = replace(config, placement=replace(config.placement, in_flight=in_flight))
     for sentence in idle_settings(config, given_settings()):
         recorder.warn(sentence)
     async with start_rollout_workers(config, device, folder, inputs, recorder) as workers:
-        await TrainingRun(config, device, folder, recorder, workers, schedule).train_with_restarts()
+        await TrainingRun(config, device, folder, recorder, workers, schedule, adapts).train_with_restarts()
 
 
 class TrainingRun:
@@ -116,6 +118,7 @@ class TrainingRun:
         recorder: RunFolderRecorder,
         workers: RolloutWorkers,
         schedule: type[PlacementController] | None = None,
+        adapts: bool = False,  # the groups in flight, see `Concurrency`
     ):
         self.config = config
         self.device = device
@@ -127,6 +130,7 @@ class TrainingRun:
             folder, config.checkpoint.keep, keep_best=config.checkpoint.keep_best, timeout_s=config.trainer.timeout_s
         )
         self._named = named(Path(config.resume).expanduser())  # `resume=` may name a checkpoint, or a run
+        self.concurrency = Concurrency(config, recorder.warn, adapts=adapts)
         self.restarts = 0
         self._failures = 0  # of the trainer, since the run reached the step `_furthest`
         self._furthest = 0
@@ -278,6 +282,7 @@ class TrainingRun:
             probe=EngineProbe(config.weight_sync.probe, config.device.dtype, self.recorder.warn),
             time_sharing=time_sharing,
             rollouter=workers.rollouter,
+            concurrency=self.concurrency,
             cursor=workers.inputs.prompts.train,
             evals=workers.inputs.prompts.evals,
             recorder=self.recorder,

@@ -94,7 +94,7 @@ class Colocate(PlacementController):
             size=self.config.algorithm.group_size,
             sampling=context.sampling,
             version=self.version,
-            limit=self.config.rollout.max_inflight_groups,
+            limit=context.concurrency.groups,
         )
 
     async def _train(self, step: int, scored: list[ScoredGroup], counts: RolloutCounts) -> None:

@@ -8,6 +8,7 @@ from app.checkpoint.manager import CheckpointManager
 from app.cluster.memory_monitor import MemoryMonitor
 from app.config import RunConfig
 from app.data.cursor import PromptCursor
+from app.placement.concurrency import Concurrency
 from app.placement.time_sharing import TimeSharing
 from app.protocols import Trainer
 from app.recovery.engine_supervisor import EngineSupervisor
@@ -34,6 +35,7 @@ class RunContext:
     probe: EngineProbe
     time_sharing: TimeSharing
     rollouter: Rollouter
+    concurrency: Concurrency
     cursor: PromptCursor
     evals: Mapping[str, Sequence[Prompt]]  # by evaluation set
     recorder: RunFolderRecorder

@@ -179,6 +179,7 @@ class PlacementController(ABC):
             pending.scored, counts, report, sync, seconds, trained_version=self.version, in_flight=in_flight
         )
         metrics |= {**self._idle_shares(seconds), **rollouter.scorer.metrics, **rollouter.failure_metrics}
+        metrics |= self.context.concurrency.end_step(rollouter.requests)
         if not self.config.algorithm.reward_coefficient:
             metrics.pop("reward/zero_std_fraction", None)  # equal rewards are no problem without their advantages
 

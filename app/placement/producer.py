@@ -44,7 +44,7 @@ class Producer:
             version,
             prompts_per_step=self.wanted,
             max_staleness=config.placement.max_staleness,
-            max_in_flight=config.rollout.max_inflight_groups,
+            max_in_flight=context.concurrency.groups,
             last_step=config.steps,
         )
         self.buffer = GroupBuffer((config.placement.max_staleness + 1) * self.wanted)
@@ -113,6 +113,7 @@ class Producer:
         self.staleness.dispatch_open = False
 
     def resume_dispatch(self) -> None:
+        self.staleness.max_in_flight = self.context.concurrency.groups
         self.staleness.dispatch_open = True
         self._changed.set()
 

@@ -37,6 +37,7 @@ class Requests:
         self.recovery = recovery
         self.lost: set[str] = set()  # prompts with a request resent after an engine failure, since `Rollouter.pop_lost`
         self.in_flight: dict[str, str] = {}  # prompt id → where its group is ("on engine 0"), oldest first
+        self.completions = self.retractions = 0  # so far; the latter of completions, by full KV caches
 
     async def send(self, request: GroupRequest, version: Callable[[], int], engine: Engine) -> list[Completion]:
         """Send a request, with retries, and return its completions. None of them is partial.
@@ -68,6 +69,8 @@ class Requests:
                         f"(recovery.max_engine_failures={limit}); last error: {error}"
                     ) from error
             else:
+                self.completions += len(completions)
+                self.retractions += sum(completion.retractions for completion in completions)
                 if any(completion.finish_reason is FinishReason.abort for completion in completions):
                     raise Aborted(request.prompt_id, sum(len(completion.token_ids) for completion in completions))
                 return completions

@@ -8,7 +8,7 @@ from app.config.offload import OptimizerOffload
 from app.config.trainer import Checkpointing
 from app.device import device_of
 from app.errors import ConfigError
-from app.mode.plan.memory import MemoryPlan, Phase, capacity, plan_memory, with_memory_settings
+from app.mode.plan.memory import MemoryPlan, Phase, capacity, plan_memory, with_inflight_groups, with_memory_settings
 from app.model.architecture import QWEN3_4B, QWEN35_9B, VISION_PARAMETERS, Architecture
 from app.rollout.engine.server_args import engine_flags
 from app.utils.units import GIB
@@ -125,6 +125,25 @@ def test_auto_recomputes_all_of_a_model_whose_shapes_are_not_known() -> None:
     config = composed("device=cuda", "model=qwen3_4b")
     decided = with_memory_settings(config, device_of(config.device.kind), None)
     assert decided.trainer.activation_checkpointing is Checkpointing.all
+
+
+@pytest.mark.parametrize(
+    ("override", "groups"),
+    [
+        # two engines of two devices; 73,728 bytes a token beside half of the weights; 8 requests of 2,048 tokens
+        ("device.memory_gib=40", 2 * (30 * GIB - 4_022_468_096) // 73_728 // (8 * 2048)),
+        ("device.memory_gib=12", 32),  # at least the groups of a step
+        ("rollout.max_inflight_groups=5", 5),
+        ("rollout.urls=[http://here]", None),
+    ],
+)
+def test_as_many_groups_are_in_flight_as_the_caches_hold(override: str, groups: int | None) -> None:
+    config = composed("device=cuda", "placement=fully_async", "model=qwen3_4b", override)
+    device = device_of(config.device.kind)
+    resolved = with_inflight_groups(config, device, QWEN3_4B)
+    assert resolved.rollout.max_inflight_groups == groups
+    assert resolved.groups_in_flight == min(groups or 96, 96)
+    assert with_inflight_groups(config, device, None) == config
 
 
 @pytest.mark.parametrize(("device", "kernels"), [("npu", 4.0), ("cuda", 2.5)])

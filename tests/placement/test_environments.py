@@ -159,7 +159,7 @@ def test_a_run_whose_every_episode_may_fail_ends_and_names_the_environment(tmp_p
 
     # 3 rounds of 4 prompts in each of 3 steps; in fully_async those in flight end too
     lost = {session.task.id for session in training(world)}
-    in_flight = 0 if kind is PlacementKind.colocate else 3 * made.rollout.max_inflight_groups
+    in_flight = 0 if kind is PlacementKind.colocate else 3 * made.groups_in_flight
     assert 36 <= len(lost) <= 36 + in_flight
     assert [line["rollout/groups"] for line in world.recorder.lines] == [0.0, 0.0]
     assert all(12 <= line["rollout/unplayable_groups"] <= 12 + in_flight for line in world.recorder.lines)
@@ -183,7 +183,7 @@ def test_an_outage_of_the_environments_uses_up_no_more_prompts_than_a_step_may_r
     play(world)
     unplayable = [line["rollout/unplayable_groups"] for line in world.recorder.lines]
     assert max(unplayable) >= 12
-    assert max(unplayable) <= 12 + made.rollout.max_inflight_groups
+    assert max(unplayable) <= 12 + made.groups_in_flight
     assert world.recorder.lines[-1]["rollout/groups"] == 4.0
     assert_each_group_ended_once(world)
 

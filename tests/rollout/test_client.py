@@ -82,12 +82,13 @@ def test_with_drafts_as_many_tokens_as_a_pass_may_accept_count_as_the_version_be
     assert [(each.version, each.start, each.end) for each in counted] == expected
 
 
-def test_an_answer_says_how_many_passes_verified_its_drafts() -> None:
-    meta = {"spec_verify_ct": 5, "spec_num_proposed_drafts": 15, "spec_accept_length": 2.4}
+def test_an_answer_says_how_many_passes_verified_its_drafts_and_how_often_it_was_retracted() -> None:
+    meta = {"num_retractions": 2, "spec_verify_ct": 5, "spec_num_proposed_drafts": 15, "spec_accept_length": 2.4}
     drafted = asyncio.run(parse({"meta_info": answer([(-1.0, 2)], "stop")["meta_info"] | meta}, 3))
     assert (drafted.completion.verify_passes, drafted.tokens_at_once) == (5, 4)
     plain = asyncio.run(parse(answer([(-1.0, 2)], "stop"), 3))
     assert (plain.completion.verify_passes, plain.tokens_at_once) == (0, 1)
+    assert (drafted.completion.retractions, plain.completion.retractions) == (2, 0)
 
 
 def answer(pairs: list[tuple[float, int]], reason: str | None) -> dict[str, Any]:

@@ -7,15 +7,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from app.errors import EngineError, EngineLost
 from app.rollout.engine import host as module
 from app.rollout.engine import server_connection
-from app.rollout.engine.client import ConnectionLost
+from app.rollout.engine.client import ConnectionLost, Reply
 from app.rollout.engine.host import EngineHost
 from app.rollout.engine.server_connection import HostSpec
-from app.types import EngineMemory, InFlight
+from app.types import Completion, EngineMemory, FinishReason, InFlight, VersionSpan
 from tests.rollout.support import host_spec, request, server_spec
 
 
@@ -111,6 +112,29 @@ async def test_a_request_during_a_pause_waits_and_does_not_reuse_the_cache_from_
     (_, first), (name, second) = client.sampled
     assert (name, first != second) == ("during", True)
     during.cancel()
+
+
+@pytest.mark.parametrize(("in_flight", "counted", "left"), [("retract", 5, 3), ("retract", 1, 0), ("in_place", 5, 5)])
+async def test_the_retractions_of_two_syncs_are_not_those_of_a_full_cache(
+    in_flight: str, counted: int, left: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paused = asyncio.Event()
+
+    async def generate(*_: object, **__: object) -> list[Reply]:
+        await paused.wait()
+        one, spans = np.zeros(1, dtype=np.int32), (VersionSpan(0, 0, 1),)
+        return [Reply(Completion(one, one, FinishReason.stop, spans, retractions=counted), None)]
+
+    client = SilentClient()
+    monkeypatch.setattr(client, "generate", generate)
+    host = started(client, monkeypatch, tmp_path)
+    sampling = asyncio.create_task(host.generate(request(group_size=1)))
+    await asyncio.sleep(0)
+    for _ in range(2):
+        await host.pause(InFlight[in_flight])
+        await host.resume()
+    paused.set()
+    assert [each.retractions for each in await sampling] == [left]
 
 
 async def test_an_engine_is_lost_when_the_connection_of_a_control_call_breaks(

@@ -17,6 +17,7 @@ from app.errors import ConfigError
 from app.mode import ModeResult
 from app.mode.plan import text
 from app.mode.plan.duration import step_tokens
+from app.mode.plan.memory import with_inflight_groups
 from app.mode.plan.remedies import remedies_of, splits_of
 from app.model.architecture import Architecture, architecture_of, unknown_shapes
 from app.rollout.engine.server_args import engine_flags
@@ -48,6 +49,7 @@ def describe(config: RunConfig, given: Collection[str] = ()) -> str:
     """Return the plan of a run. `given`: names of the settings on the command line."""
     device = device_of(config.device.kind)
     model = architecture_of(config.model)
+    config = with_inflight_groups(config, device, model)
     flags = engine_flags(config, device)
 
     sections = [_devices(config), _batch(config, given), _rows(config)]

@@ -12,7 +12,7 @@ from app.config import RunConfig
 from app.config.placement import PlacementKind
 from app.config.trainer import Checkpointing
 from app.device import Device
-from app.mode.plan.memory import EngineMemoryPlan, with_memory_settings
+from app.mode.plan.memory import MEAN_SHARE, EngineMemoryPlan, with_memory_settings
 from app.mode.plan.trainer_memory import DELTA_CHUNK, FLOAT32, moments_on_host
 from app.model.architecture import Architecture, adapter_parameters, trained_parameters
 
@@ -23,7 +23,6 @@ UTILIZATION = 0.4  # of peak FLOP/s, for a well-fed trainer
 BANDWIDTH_SHARE = 0.5  # of peak memory bandwidth while decoding; a decode step also computes, samples and waits
 STREAMING_SHARE = 0.7  # the same for one operator after the other over large tensors
 HOST_GB_PER_S = 45  # copies between a device and pinned memory of its host: an H100's, 43 to 53 (card_run_h100.json)
-MEAN_SHARE = 0.4  # of rollout.max_completion_tokens that a completion has on average, for the second estimate
 # What torch's loop over chunks of linear attention reads and writes for a token, in float32 tensors as wide as the
 # values: in a forward pass, in a backward pass, and there for each chunk of the sequence, whose gradient is as long as
 # the sequence. Counted by `tests.bench.linear_counts`; it is bound by them, not by its launches.

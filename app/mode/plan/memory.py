@@ -24,6 +24,8 @@ STATE_SHARE = 0.9 / 1.9
 DEFAULT_PREFILL = 8192  # tokens of a prefill chunk
 STATES_PER_REQUEST = 3  # SGLang's MAMBA_CACHE_SIZE_MAX_RUNNING_REQUESTS_RATIO
 SCORED_AT_ONCE = 2048  # tokens whose logits a scoring engine has at a time: SGLang's SGLANG_LOGPROB_CHUNK_SIZE
+MEAN_SHARE = 0.4  # of rollout.max_completion_tokens that a completion has on average
+IN_FLIGHT_SHARE = MEAN_SHARE / 2  # of the longest sequence, that a request in flight has in the KV cache: it is halfway
 FILLED = 0.9  # of a device that `auto` recomputation fills at most
 RECOMPUTATIONS = (Checkpointing.none, Checkpointing.matmuls, Checkpointing.attention, Checkpointing.all)
 TRACKING_STATES = 2  # and what its radix cache takes of each request
@@ -218,6 +220,24 @@ def with_memory_settings(config: RunConfig, device: Device, model: Architecture 
             if max(training) <= FILLED * plan.capacity.bytes:
                 return choice
     return choices[-1]
+
+
+def with_inflight_groups(config: RunConfig, device: Device, model: Architecture | None) -> RunConfig:
+    """Resolve `rollout.max_inflight_groups=null`: as many groups as the engines' KV caches hold, and those of a step.
+
+    With room for the full length of each the caches would be mostly empty: a request is halfway on average, and a group
+    keeps its place until its longest completion ends. Null stays, and staleness alone is the bound, where the caches
+    are unknown: those of `rollout.urls` or of a model of unknown shapes.
+    """
+    if config.rollout.max_inflight_groups is not None or config.rollout.urls or model is None:
+        return config
+
+    with suppress(ValueError):  # of a flag that is null
+        engine = plan_engine(config, device, model, engine_flags(config, device), capacity(config, device).bytes)
+        requests = config.engines * engine.kv_tokens / (IN_FLIGHT_SHARE * config.rollout.max_tokens)
+        groups = max(int(requests / config.algorithm.group_size), config.algorithm.prompts_per_step)
+        config = replace(config, rollout=replace(config.rollout, max_inflight_groups=groups))
+    return config
 
 
 def plan_memory(config: RunConfig, device: Device, model: Architecture, flags: Mapping[str, object]) -> MemoryPlan:

@@ -12,7 +12,6 @@ from app.device import Device
 from app.mode.plan.duration import (
     BANDWIDTH_SHARE,
     FORWARD_FLOPS,
-    MEAN_SHARE,
     UTILIZATION,
     mean_step_seconds,
     recomputed_tokens,
@@ -22,6 +21,7 @@ from app.mode.plan.duration import (
     training_seconds,
 )
 from app.mode.plan.memory import (
+    MEAN_SHARE,
     EngineMemoryPlan,
     MemoryPlan,
     Phase,

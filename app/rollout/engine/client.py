@@ -201,6 +201,7 @@ async def parse(reply: Mapping[str, Any], version: int, *, adapted: bool = False
         (VersionSpan(version, 0, len(token_ids)),) if adapted else spans(meta, len(token_ids), version),
         cached_tokens=int(meta.get("cached_tokens") or 0),
         verify_passes=int(meta.get("spec_verify_ct") or 0),
+        retractions=int(meta.get("num_retractions") or 0),
     )
     drafted = int(meta.get("spec_num_proposed_drafts") or 0) // max(1, completion.verify_passes)
     return Reply(completion, str(finish.get("message")) if reason is FinishReason.abort else None, drafted + 1)

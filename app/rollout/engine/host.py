@@ -83,8 +83,7 @@ class EngineHost:
             self._adapters.pause()
         await self._connection.control("/pause_generation", {"mode": in_flight.value})
         self._paused = in_flight
-        if in_flight is InFlight.in_place:
-            self._requests.paused_in_place()
+        self._requests.paused(in_flight)
 
     async def resume(self) -> None:
         if self._paused:

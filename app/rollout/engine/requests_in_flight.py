@@ -11,7 +11,7 @@ from app.errors import EngineError
 from app.rollout.engine.client import spans_in_place
 from app.rollout.engine.server_connection import ServerConnection
 from app.rollout.progress import ProgressClock
-from app.types import Completion, EngineStats, GroupRequest
+from app.types import Completion, EngineStats, GroupRequest, InFlight
 from app.utils.tasks import gather_or_raise
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ class GroupInFlight:
     adapter: "Adapter | None" = None
     abort_requested: bool = False
     paused_in_place: bool = False  # a sync in place may have happened meanwhile
+    retracting_pauses: int = 0  # that the server retracted its requests for
 
 
 class RequestsInFlight:
@@ -100,10 +101,11 @@ class RequestsInFlight:
         self._admitting.clear()
         self._pauses += 1
 
-    def paused_in_place(self) -> None:
-        """Note that a sync may change the policy of the paused requests, which keep their KV cache."""
+    def paused(self, in_flight: InFlight) -> None:
+        """Note what a pause did to the requests in flight. In place they keep their KV cache, whatever is synced."""
         for group in self._groups.values():
-            group.paused_in_place = True
+            group.paused_in_place |= in_flight is InFlight.in_place
+            group.retracting_pauses += in_flight is InFlight.retract
 
     def admit_again(self) -> None:
         self._admitting.set()
@@ -149,7 +151,9 @@ class RequestsInFlight:
                 f"by itself: {reasons[0]}"
             )
         if not group.paused_in_place or adapter is not None:
-            return [reply.completion for reply in replies]
+            # SGLang 0.5.23 also counts a pause as a retraction, unless the request was queued: this is a lower bound.
+            own = [reply.completion for reply in replies]
+            return [replace(each, retractions=max(0, each.retractions - group.retracting_pauses)) for each in own]
         return [
             replace(each, spans=spans_in_place(each.spans, request.version, reply.tokens_at_once))
             for reply in replies
