@@ -44,7 +44,6 @@ class RolloutEngine(Protocol):
     @property
     def name(self) -> str:
         """The name that messages and logs use, such as `engine 0`."""
-        ...
 
     async def start(self, timeout_s: float) -> Mapping[str, Any]:
         """Start the server and wait until it is healthy.
@@ -55,15 +54,12 @@ class RolloutEngine(Protocol):
         Returns:
             Its `url`, SGLang's `version`, and the `pid` of its process group (None for a server of `rollout.urls`).
         """
-        ...
 
     async def start_phase(self) -> EngineStart:
         """Return the current phase of a `start` in progress."""
-        ...
 
     async def end(self) -> None:
         """End the server and its host process in any state. Idempotent; never raises for an engine that is gone."""
-        ...
 
     async def generate(self, request: GroupRequest) -> list[Completion]:
         """Sample `request.group_size` completions of one prompt.
@@ -79,7 +75,6 @@ class RolloutEngine(Protocol):
             EngineError: Also when the server aborted a completion by itself (out of memory, a time limit of its own).
                 Names the prompt and the server's reason.
         """
-        ...
 
     async def pause(self, in_flight: InFlight) -> None:
         """Stop sampling. Idempotent.
@@ -88,18 +83,15 @@ class RolloutEngine(Protocol):
             in_flight: `drain` returns when nothing is in flight any more; the others return at once, and requests
                 continue after `resume`.
         """
-        ...
 
     async def resume(self) -> None:
         """Continue sampling. Idempotent."""
-        ...
 
     async def abort(self, prompt_ids: Sequence[str] | None = None) -> None:
         """Abort the requests of these prompts, their turns included, or all (None).
 
         Their `generate` returns what was sampled.
         """
-        ...
 
     async def release(self, regions: Collection[EngineMemory]) -> None:
         """Free these regions' device memory; their content is lost. Idempotent.
@@ -108,15 +100,12 @@ class RolloutEngine(Protocol):
 
         An engine that serves adapters refuses to release the weights: no sync brings them back.
         """
-        ...
 
     async def reload(self, regions: Collection[EngineMemory]) -> None:
         """Allocate released regions again. Weights are undefined until the next sync. Idempotent."""
-        ...
 
     async def update(self, route: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Forward one request of a weight update to the server's `route` and return its reply."""
-        ...
 
     async def load_adapter(self, version: int, body: Mapping[str, Any]) -> int:
         """Load the adapter of policy `version`, without a pause. Every later request is sampled with it.
@@ -133,19 +122,15 @@ class RolloutEngine(Protocol):
         Returns:
             Adapters that are loaded now.
         """
-        ...
 
     async def stats(self) -> EngineStats:
         """Return the groups in flight and the tokens sampled so far. Cheap: sends no request to the server."""
-        ...
 
     async def memory(self) -> MemoryUse:
         """Return the memory of the server's processes and of its host process."""
-        ...
 
     async def check(self) -> None:
         """Raise `EngineLost` unless the server's scheduler answers. Works on a paused engine too."""
-        ...
 
 
 class Trainer(Protocol):
@@ -163,37 +148,30 @@ class Trainer(Protocol):
     @property
     def calls(self) -> int:
         """Calls that returned so far, which is progress for a watchdog."""
-        ...
 
     async def begin_step(self, *, version: int) -> None:
         """Open the step that produces policy `version`. No step may be open and nothing offloaded."""
-        ...
 
     async def old_logprobs(self, groups: Sequence[ScoredGroup]) -> None:
         """Compute π_old of these groups at the current parameters.
 
         Called between `begin_step` and `add_groups`, if `AlgorithmConfig.needs_old_logprobs`.
         """
-        ...
 
     async def add_groups(self, groups: Sequence[ScoredGroup]) -> None:
         """Add groups to the open step. Microbatches that fill their token budget are computed at once."""
-        ...
 
     async def add_demonstrations(self, sequences: Sequence[TokenSequence]) -> None:
         """Add sequences to imitate to the open step. They are computed by `finish_step`, spread over its updates."""
-        ...
 
     async def logprobs(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]:
         """Return log π of the sampled tokens of each sequence, [N] float32, at temperature 1.
 
         Between steps, or in an open step before `finish_step`: at the parameters that the step began with.
         """
-        ...
 
     async def finish_step(self) -> StepReport:
         """Compute what is left, update the parameters and close the step."""
-        ...
 
     async def abort_step(self) -> None:
         """Discard the open step: no update, no new version. Idempotent.
@@ -201,27 +179,21 @@ class Trainer(Protocol):
         A call in progress raises after its current microbatch, on all ranks after the same one. A step whose first
         update has begun is finished.
         """
-        ...
 
     async def version(self) -> int | None:
         """Return the policy version of the parameters; None in the middle of a step's updates."""
-        ...
 
     async def memory(self) -> list[MemoryUse]:
         """Return the memory of each rank. Answers while a step is computed."""
-        ...
 
     async def offload(self, region: TrainerMemory) -> None:
         """Move a region to host memory and free it on the device. Raises if it is offloaded or a step is open."""
-        ...
 
     async def onload(self, region: TrainerMemory) -> None:
         """Move an offloaded region back to the device. Idempotent."""
-        ...
 
     async def checkpoint_bytes(self) -> int:
         """Return the bytes of a checkpoint, over all ranks."""
-        ...
 
     async def capture(self) -> int:
         """Copy the checkpoint's content to host memory and return its bytes, over all ranks.
@@ -229,7 +201,6 @@ class Trainer(Protocol):
         Between steps, or in an open step before `finish_step`: the state that the step began with, without its
         gradients. Works with offloaded regions.
         """
-        ...
 
     async def write(self, folder: Path) -> dict[str, int]:
         """Write the captured state into a folder that all ranks see. Steps may continue meanwhile.
@@ -237,7 +208,6 @@ class Trainer(Protocol):
         Returns:
             CRC-32 of each file, by name.
         """
-        ...
 
     async def restore(self, folder: Path, *, version: int) -> None:
         """Load a checkpoint of policy `version`, written by any number of ranks. Nothing may be offloaded.
@@ -245,7 +215,6 @@ class Trainer(Protocol):
         Raises:
             CheckpointError: The checkpoint cannot be read or is of another model.
         """
-        ...
 
 
 class WeightSynchronizer(Protocol):
@@ -253,7 +222,6 @@ class WeightSynchronizer(Protocol):
 
     def set_engines(self, engines: Mapping[int, RolloutEngine]) -> None:
         """Sync into these engines, by index, from now on."""
-        ...
 
     async def sync(self, version: int) -> SyncReport:
         """Copy the parameters into every engine as policy `version`.
@@ -272,4 +240,3 @@ class WeightSynchronizer(Protocol):
                 policies.
             TrainerError: A trainer rank failed.
         """
-        ...

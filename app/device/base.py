@@ -35,7 +35,6 @@ class ServerProcess(Protocol):
 
     async def wait(self) -> int:
         """Wait until it ends; return its exit code, negative for a signal."""
-        ...
 
 
 # Forks a server: its arguments, environment and the descriptor of its log. Raises `OSError` where that is impossible.

@@ -136,7 +136,6 @@ class Policy(Protocol):
         Raises:
             EpisodeOver: A limit of the episode was reached, and nothing was sampled.
         """
-        ...
 
     async def generate(
         self, token_ids: Sequence[int], *, max_tokens: int | None = None, logprobs: bool = False
@@ -146,16 +145,13 @@ class Policy(Protocol):
         Raises:
             EpisodeOver: As above.
         """
-        ...
 
     @property
     def url(self) -> str:
         """Base URL for OpenAI clients, `http://127.0.0.1:<port>/<episode>/v1`. The first use starts the server."""
-        ...
 
     def count(self, name: str, amount: float = 1.0) -> None:
         """Add to a metric of the episode, such as `tool_failures`. Logged as `environment/<name>`."""
-        ...
 
 
 class Renderer(Protocol):
@@ -164,7 +160,6 @@ class Renderer(Protocol):
     @property
     def tool_syntax(self) -> str | None:
         """Name of the syntax of tool calls; None where there are no tools."""
-        ...
 
     def opening(self, messages: Sequence[Message], tools: Tools | None = None) -> list[int]:
         """Return the tokens of a conversation, up to the policy's reply.
@@ -172,7 +167,6 @@ class Renderer(Protocol):
         Raises:
             ValueError: The template has no place for such messages or tools.
         """
-        ...
 
     def following(
         self, token_ids: Sequence[int], messages: Sequence[Message], tools: Tools | None = None
@@ -189,7 +183,6 @@ class Renderer(Protocol):
             None if the template would rewrite the sequence: an assistant message among the new ones, or earlier
             reasoning that a new user message strips.
         """
-        ...
 
     def parse(self, token_ids: Sequence[int], prompt_ids: Sequence[int] = (), tools: Tools | None = None) -> Reply:
         """Parse a reply; never fails on what was sampled. The caller sets `truncated`.
@@ -199,7 +192,6 @@ class Renderer(Protocol):
             prompt_ids: [L] The sequence before them: it may have opened the reasoning.
             tools: The declared tools: their schemas say which XML arguments are strings.
         """
-        ...
 
     def read(self, token_ids: Sequence[int]) -> list[Message]:
         """Return the messages in rendered tokens, without an empty one for the next reply.
@@ -207,4 +199,3 @@ class Renderer(Protocol):
         Args:
             token_ids: [N] An opening, or what was appended to a sequence, as a client of its own rendered it.
         """
-        ...

@@ -122,12 +122,9 @@ class Transport(Protocol):
 
     async def connect(self, deadline: Deadline, trainer: RemoteTrainer, engines: Sequence[RolloutEngine]) -> bool:
         """Connect the trainer ranks and the engines; return whether they were connected already."""
-        ...
 
     def request_body(self, engine_index: int, ready: Sequence[ReadyBucket]) -> dict[str, Any]:
         """Return the request body for one engine. `ready`: the gathered bucket, by trainer rank."""
-        ...
 
     async def abort(self, trainer: RemoteTrainer) -> None:
         """Disconnect both sides in any state, within a few seconds. Idempotent."""
-        ...
