@@ -37,9 +37,8 @@ def score(group: Group, config: AlgorithmConfig, *, max_completion_tokens: int) 
     try:
         advantages = estimate(rewards, config)
     except ValueError as error:
-        raise RunError(
-            f"algorithm.advantage={config.advantage} failed for prompt {group.prompt.id}: {error}"
-        ) from error
+        failed = f"algorithm.advantage={config.advantage} failed for prompt {group.prompt.id}"
+        raise RunError(f"{failed}: {error}") from error
     return ScoredGroup(group, (config.reward_coefficient * advantages).astype(np.float32))
 
 

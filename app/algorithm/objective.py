@@ -10,7 +10,6 @@
 sg stops the gradient. At r = 1 all four have the gradient of REINFORCE, Â · ∇log π.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -106,19 +105,11 @@ def sapo(batch: TokenBatch, ratio: Tensor, config: AlgorithmConfig) -> Terms:
     return Terms(values, nowhere, nowhere)
 
 
-BUILT_IN: dict[str, Callable[[TokenBatch, Tensor, AlgorithmConfig], Terms]] = {
-    "ppo": ppo,
-    "cispo": cispo,
-    "dppo": dppo,
-    "sapo": sapo,
-}
-
-
 def objective_terms(batch: TokenBatch, ratio: Tensor, config: AlgorithmConfig) -> Terms:
     """Return the terms of `algorithm.objective`, which may be a function of the user's: f(batch, ratio) → [N]."""
-    if config.objective in BUILT_IN:
-        return BUILT_IN[config.objective](batch, ratio, config)
+    built_in = {"ppo": ppo, "cispo": cispo, "dppo": dppo, "sapo": sapo}
+    if config.objective in built_in:
+        return built_in[config.objective](batch, ratio, config)
 
-    values = resolve(config.objective)(batch, ratio)
     nowhere = torch.zeros_like(ratio, dtype=torch.bool)
-    return Terms(values, nowhere, nowhere)
+    return Terms(resolve(config.objective)(batch, ratio), nowhere, nowhere)

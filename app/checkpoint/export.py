@@ -81,10 +81,9 @@ async def _export(checkpoint: Path, source: Path, out: Path, timeout_s: float) -
     try:
         return await asyncio.wait_for(in_thread(export_checkpoint, checkpoint, source, out), timeout_s)
     except TimeoutError:
-        raise RunError(
-            f"the export of {checkpoint} to {out} was not finished within trainer.timeout_s={timeout_s:g} s; "
-            f"{command('mode=export', override('resume', checkpoint))} exports it without a deadline"
-        ) from None
+        late = f"the export of {checkpoint} to {out} was not finished within trainer.timeout_s={timeout_s:g} s"
+        again = command("mode=export", override("resume", checkpoint))
+        raise RunError(f"{late}; {again} exports it without a deadline") from None
 
 
 def export_checkpoint(checkpoint: Path, source: Path, out: Path) -> Path:
@@ -102,9 +101,8 @@ def export_checkpoint(checkpoint: Path, source: Path, out: Path) -> Path:
         _write(checkpoint, source, out.parent, lora_of(state), unfinished)
         (unfinished / CARD).write_text(model_card(out.parent, source, state.step), encoding="utf-8")
         if (unfinished / ADAPTER).is_dir():
-            (unfinished / ADAPTER / CARD).write_text(
-                model_card(out.parent, source, state.step, adapter=True), encoding="utf-8"
-            )
+            card = model_card(out.parent, source, state.step, adapter=True)
+            (unfinished / ADAPTER / CARD).write_text(card, encoding="utf-8")
         if template is not None:
             (unfinished / CHAT_TEMPLATE).write_text(template, encoding="utf-8")
         if out.exists():

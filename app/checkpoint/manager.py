@@ -86,7 +86,8 @@ class CheckpointManager:
 
         # Checkpoints that `keep` deletes make room; those set aside, now or at the rewind, do not.
         last = step_of(resume_point.path) if resume_point else -1
-        used = sum(_bytes(checkpoint) for checkpoint in complete(self.folder) if step_of(checkpoint) <= last)
+        kept = (checkpoint for checkpoint in complete(self.folder) if step_of(checkpoint) <= last)
+        used = sum(file.stat().st_size for each in kept for file in each.rglob("*") if file.is_file())
         available = shutil.disk_usage(self.folder).free + used
         count = self.keep + int(self.keep_best) + 1
         if available < int(count * checkpoint_bytes * OVERHEAD):
@@ -144,8 +145,7 @@ class CheckpointManager:
         A commit that has begun is finished, within `COMMIT_TIMEOUT_S`. A cancellation cancels the checkpoint at once.
         Returns why the checkpoint was not written; None if it was, or if none was being written.
         """
-        task = self._writing
-        self._writing = None
+        task, self._writing = self._writing, None
         if task is None:
             return None
         try:
@@ -189,9 +189,8 @@ class CheckpointManager:
         try:
             return await asyncio.wait_for(reading, self.timeout_s)
         except TimeoutError:
-            raise CheckpointError(
-                f"{named or self.folder} was not read within {self.timeout_s:.0f} s to compare its checksums"
-            ) from None
+            late = f"was not read within {self.timeout_s:.0f} s to compare its checksums"
+            raise CheckpointError(f"{named or self.folder} {late}") from None
 
     def rewind(self, path: Path) -> list[Path]:
         """Make this checkpoint the latest, and set the later ones aside; return where those are now.
@@ -285,10 +284,6 @@ def _accuracy(checkpoint: Path) -> float | None:
         return read_state(checkpoint).accuracy
     except CheckpointError:
         return None
-
-
-def _bytes(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
 def _discard(writing: Path) -> None:

@@ -78,9 +78,8 @@ def read_intact(path: Path) -> RunState:
 
     for (name, file), crc32 in zip(stored.items(), found, strict=True):
         if crc32 != file.crc32:
-            raise DamagedCheckpoint(
-                f"checkpoint {path} is damaged: {name} has checksum {crc32:08x} instead of {file.crc32:08x}"
-            )
+            differs = f"{name} has checksum {crc32:08x} instead of {file.crc32:08x}"
+            raise DamagedCheckpoint(f"checkpoint {path} is damaged: {differs}")
     return state
 
 
@@ -88,18 +87,15 @@ def require_model(state: RunState, model: Mapping[str, Any], path: Path) -> None
     """Raise `CheckpointError` unless the checkpoint at `path` is of this model, wherever its source is."""
     trained, ours = lora_of(state), LoraConfig(**model.get("lora", {}))
     if trained != ours:
-        raise CheckpointError(
-            f"checkpoint {path} was written with model.lora={trained}, and this run has model.lora={ours}"
-        )
+        written = f"checkpoint {path} was written with model.lora={trained}"
+        raise CheckpointError(f"{written}, and this run has model.lora={ours}")
 
     unknown = {"weights", "tokenizer"} - state.model.keys()  # of a checkpoint of an earlier version
     for key in sorted((model.keys() | state.model.keys()) - {"lora", "source", *unknown}):
         if model.get(key) != state.model.get(key):
             difference = f"its {key} is {state.model.get(key)!r:.80}, this model's is {model.get(key)!r:.80}"
-            raise CheckpointError(
-                f"checkpoint {path} is of another model: {difference} (in {model.get('source')}, which was "
-                f"{state.model.get('source')})"
-            )
+            sources = f"in {model.get('source')}, which was {state.model.get('source')}"
+            raise CheckpointError(f"checkpoint {path} is of another model: {difference} ({sources})")
 
 
 def lora_of(state: RunState) -> LoraConfig:
@@ -121,9 +117,8 @@ def _read(path: Path) -> tuple[RunState, dict[str, _StoredFile]]:
         except OSError:
             raise DamagedCheckpoint(f"checkpoint {path} is incomplete: {name} is missing") from None
         if found != file.bytes:
-            raise DamagedCheckpoint(
-                f"checkpoint {path} is incomplete: {name} has {found} bytes instead of {file.bytes}"
-            )
+            differs = f"{name} has {found} bytes instead of {file.bytes}"
+            raise DamagedCheckpoint(f"checkpoint {path} is incomplete: {differs}")
     return state, stored
 
 

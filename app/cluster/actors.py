@@ -151,17 +151,13 @@ def allocator_environment(config: RunConfig, device: Device) -> dict[str, str]:
     return {}
 
 
-def trainer_environment(config: RunConfig, device: Device) -> dict[str, str]:
-    """Return the environment of a trainer rank. Of defaults, the user's own value wins."""
-    defaults = {name: os.environ.get(name, value) for name, value in device.trainer_defaults.items()}
-    return {**defaults, **device.trainer_env, **allocator_environment(config, device)}
-
-
 def make_trainer(
     config: RunConfig, device: Device, model_path: Path, run_folder: Path, placement: DevicePlacement
 ) -> RemoteTrainer:
     """Create the trainer's ranks, without setting them up."""
     ranks = config.placement.trainer_ranks
+    # of defaults, the user's own value wins
+    defaults = {name: os.environ.get(name, value) for name, value in device.trainer_defaults.items()}
     spec = RankSpec(
         device=config.device.kind,
         dtype=config.device.dtype,
@@ -182,7 +178,7 @@ def make_trainer(
         moments_on_host=config.offload.optimizer is OptimizerOffload.update and device.shares_memory,
         lora=config.model.lora,
         teacher=config.teacher,
-        environment=trainer_environment(config, device),
+        environment={**defaults, **device.trainer_env, **allocator_environment(config, device)},
     )
 
     make = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(TrainerRank)  # type: ignore[call-overload]  # missing in Ray's stubs

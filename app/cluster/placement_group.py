@@ -126,9 +126,7 @@ async def reserve(config: RunConfig, device: Device) -> DevicePlacement:
     """Reserve the devices of a run. Can be cancelled. Raises `RunError` after `cluster.timeout_s`."""
     wanted = bundles(config, device)
     group = placement_group(wanted, strategy="PACK")
-
     timeout_s = config.cluster.timeout_s
-
     try:
         # not `group.wait`: it blocks the event loop, and cuts its timeout to whole seconds
         async with asyncio.timeout(timeout_s):

@@ -22,9 +22,7 @@ class RolloutConfig:
     )
     max_prompt_tokens: int = setting(64, "Longer prompts are dropped from the data, and counted.", at_least=1)
     max_completion_tokens: int = setting(64, "Tokens after which a completion is truncated.", at_least=1)
-    max_inflight_groups: int | None = setting(
-        None, "Groups being sampled at a time, over all engines; null is as many as their KV caches hold.", at_least=1
-    )
+    max_inflight_groups: int | None = setting(None, "Groups sampled at a time; null: what KV caches hold.", at_least=1)
     speculative: str = setting(
         NO_DRAFTS,
         "Drafts of the next tokens, which an engine verifies in one pass: those of Qwen3.5's own head (mtp) or of an "

@@ -171,10 +171,8 @@ class PromptCursor(Iterator[Prompt]):
 def require_same(saved: str, found: str, key: str, value: str = "") -> None:
     """Raise `ConfigError`, which names `key`, unless a fingerprint is that of the checkpoint."""
     if saved != found:
-        accepted = (
-            "the same rows, weights, template, rollout.max_prompt_tokens, seed and data.shuffle as the resumed run"
-        )
-        raise ConfigError(key, value, accepted, "it does not match the checkpoint")
+        same = "the same rows, weights, template, rollout.max_prompt_tokens, seed and data.shuffle"
+        raise ConfigError(key, value, f"{same} as the resumed run", "it does not match the checkpoint")
 
 
 def fingerprint(

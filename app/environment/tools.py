@@ -49,10 +49,9 @@ def make(settings: Mapping[str, Any]) -> Callable[[], "ToolLoop"]:
         ValueError: One sentence that names the tool that cannot be used, or the format that has no tools.
     """
     tools = load_tools(settings.get("tools") or [])
+    schemas = [tool.schema for tool in tools.values()]
     try:
-        renderer_for(**settings["renderer"]).opening(
-            [{"role": "user", "content": ""}], [tool.schema for tool in tools.values()]
-        )
+        renderer_for(**settings["renderer"]).opening([{"role": "user", "content": ""}], schemas)
     except ValueError as error:
         raise ValueError(f"environment=tools is not accepted: {error}") from error
     return partial(ToolLoop, tools, float(settings["limits"]["timeout_s"]))
@@ -92,11 +91,8 @@ def _tools_at(loaded: Callable[..., Any]) -> dict[str, ToolFunction]:
     if needed:
         raise SchemaError(f"an instance needs the argument {needed[0]}; give a class that is made without arguments")
 
-    names = [
-        name
-        for name, _ in inspect.getmembers(loaded, inspect.isroutine)
-        if not name.startswith("_") and name != "close"
-    ]
+    members = (name for name, _ in inspect.getmembers(loaded, inspect.isroutine))
+    names = [name for name in members if not name.startswith("_") and name != "close"]
     if not names:
         raise SchemaError("the class has no public method")
     return {name: _method(loaded, name) for name in names}

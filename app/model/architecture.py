@@ -191,13 +191,6 @@ class Draft:
         return self.sharded / width + self.whole
 
 
-def own_head(model: Architecture) -> Draft:
-    """Return the shapes of Qwen3.5's head for drafts: a layer with full attention over hidden states and embeddings."""
-    mixed = 2 * model.hidden * model.hidden
-    shared = model.root_parameters - model.hidden
-    return Draft(1, model.full_layer_parameters, mixed + 3 * model.hidden, shared)
-
-
 def eagle3(config: Mapping[str, Any]) -> Draft:
     """Return the shapes of an EAGLE3 draft from its `config.json`.
 
@@ -225,7 +218,9 @@ def draft_of(rollout: RolloutConfig, model: Architecture) -> Draft | None:
     if path == OWN_HEAD:
         accepted = "the directory of an EAGLE3 draft: of the supported models Qwen3.5 alone has a head of its own"
         expect(model.linear is not None, key, path, accepted)
-        return own_head(model)
+        # Qwen3.5's head is a layer with full attention over hidden states and embeddings.
+        mixed, shared = 2 * model.hidden * model.hidden, model.root_parameters - model.hidden
+        return Draft(1, model.full_layer_parameters, mixed + 3 * model.hidden, shared)
 
     config = checkpoint_config(ModelConfig(path=path)) or {}
     kinds = config.get("architectures") or []
@@ -298,13 +293,9 @@ def require_own_preset(model: ModelConfig) -> None:
     if own is None:
         return
 
-    expect(
-        architecture_of(model) == architecture_of(ModelConfig(path=own)),
-        "model.path",
-        model.path,
-        f"an export of a run with model={model.name}, whose sizes are a toy's; for any other model write "
-        f"model=hf model.path={model.path}",
-    )
+    accepted = f"an export of a run with model={model.name}, whose sizes are a toy's; for any other model write "
+    accepted += f"model=hf model.path={model.path}"
+    expect(architecture_of(model) == architecture_of(ModelConfig(path=own)), "model.path", model.path, accepted)
 
 
 def require_context(
@@ -322,14 +313,10 @@ def require_context(
     name = f"{key}={model}"
     prompt = rollout.max_prompt_tokens
     expect(prompt < limit, "rollout.max_prompt_tokens", prompt, f"less than {limit}, the context of {name} in tokens")
+    accepted = f"at most {limit - prompt}: {name} has a context of {limit} tokens, and prompts may take {prompt} of "
+    accepted += "them (rollout.max_prompt_tokens)"
     completion = rollout.max_completion_tokens
-    expect(
-        prompt + completion <= limit,
-        "rollout.max_completion_tokens",
-        completion,
-        f"at most {limit - prompt}: {name} has a context of {limit} tokens, and prompts may take {prompt} of them "
-        "(rollout.max_prompt_tokens)",
-    )
+    expect(prompt + completion <= limit, "rollout.max_completion_tokens", completion, accepted)
 
 
 def context_tokens(config: dict[str, Any]) -> int | None:

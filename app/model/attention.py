@@ -169,12 +169,7 @@ def varlen(
     The kernel's first version had no window, scale or grouped heads, so its signature decides which arguments it gets.
     """
     accepted = inspect.signature(kernel).parameters
-    options: dict[str, Any] = {}
-    if "window_size" in accepted:
-        options["window_size"] = (-1, 0)
-    else:
-        options["is_causal"] = True
-
+    options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in accepted else {"is_causal": True}
     if "scale" in accepted:
         options["scale"] = scaling
     elif scaling is not None:
@@ -183,9 +178,7 @@ def varlen(
     if "enable_gqa" in accepted:
         options["enable_gqa"] = True
     else:
-        heads = query.shape[1]
-        key = _repeat(key, heads)
-        value = _repeat(value, heads)
+        key, value = _repeat(key, query.shape[1]), _repeat(value, query.shape[1])
 
     q, k, v = (packing.write_out(_by_token(tensor)) for tensor in (query, key, value))
     boundaries = packing.cu_seqlens

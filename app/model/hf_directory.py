@@ -89,7 +89,7 @@ def load_tokenizer(path: Path, *, trust_remote_code: bool = False, chat_template
             loaded.eos_token = loaded.convert_ids_to_tokens(stops[0])
     # transformers and tokenizers pass on any error that a broken file causes.
     except Exception as error:
-        why = f"{type(error).__name__}: {_brief(error)}"
+        why = f"{type(error).__name__}: {one_line(error).rstrip('.')}"
         raise ConfigError("model.path", path, "a directory whose tokenizer can be read", why) from error
     return loaded
 
@@ -164,14 +164,11 @@ def _download(hub_id: str, revision: str | None) -> Path:
             return Path(folder)
         except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
             pinned = f" with model.revision={revision}" if revision is not None else ""
-            accepted = (
-                f"a directory that exists or the id of a hub model that can be reached from here ({_brief(error)})"
-            )
+            why = one_line(error).rstrip(".")
+            accepted = f"a directory that exists or the id of a hub model that can be reached from here ({why})"
             if not online:
-                accepted = (
-                    "a directory that exists: the hub cannot be reached from here, and its cache does not hold "
-                    "this model; download it where there is a network"
-                )
+                accepted = "a directory that exists: the hub cannot be reached from here, and its cache does not hold "
+                accepted += "this model; download it where there is a network"
             raise ConfigError("model.path", f"{hub_id}{pinned}", accepted) from error
 
 
@@ -196,7 +193,3 @@ def _names_class(file: Path) -> bool:
         return bool(json.loads(file.read_text(encoding="utf-8")).get("architectures"))
     except (ValueError, AttributeError):
         return True
-
-
-def _brief(error: Exception) -> str:
-    return one_line(error).rstrip(".")

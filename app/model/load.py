@@ -199,13 +199,8 @@ def _check_head(causal_lm: Any, path: Path) -> None:
     named = isinstance(head, nn.Linear) and isinstance(layers, nn.ModuleList)
     expect(named, "model.path", path, f"a model class with `lm_head` and a decoder with `layers`; {kind} has not both")
     expect(getattr(head, "bias", None) is None, "model.path", path, "a model whose LM head has no bias")
-    expect(
-        _returns_head_output(causal_lm),
-        "model.path",
-        path,
-        f"a model whose logits are those of its LM head; {kind} scales or caps its logits (as Granite, Cohere and "
-        f"Gemma 2 do)",
-    )
+    accepted = f"a model whose logits are those of its LM head; {kind} scales or caps its logits (as Granite, Cohere "
+    expect(_returns_head_output(causal_lm), "model.path", path, f"{accepted}and Gemma 2 do)")
 
 
 @torch.no_grad()

@@ -101,8 +101,7 @@ class Packing:
 
         buckets = length_buckets(lengths)
         starts = np.array(boundaries)
-        sources = []
-        reals = []
+        sources, reals = [], []
         for bucket in buckets:
             length = np.array([lengths[sequence] for sequence in bucket])[:, None]
             column = np.arange(lengths[bucket[0]])[None, :]

@@ -12,6 +12,7 @@ calls are made in the same order, but no memory moves.
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 from app.config.offload import OffloadConfig
 from app.protocols import RolloutEngine, Trainer
@@ -23,28 +24,23 @@ CACHES = (EngineMemory.graphs, EngineMemory.kv_cache)  # not needed while weight
 OPTIMIZER_STATE = (TrainerMemory.gradients, TrainerMemory.optimizer)  # not read by a sync
 
 
+@dataclass(eq=False)
 class TimeSharing:
     """Hands the devices over: `give_to_engines` and `give_to_trainer` alternate.
 
     The supervisor restarts engines only during the engines' turn.
     """
 
-    def __init__(
-        self,
-        offload: OffloadConfig,
-        trainer: Trainer,
-        pool: EnginePool,
-        supervisor: EngineSupervisor,
-        *,
-        adapters: bool,
-        in_flight: InFlight = InFlight.drain,
-    ):
-        self.offload = offload
-        self.weights = () if adapters else (EngineMemory.weights,)  # of the engines, that a sync brings back
-        self.in_flight = in_flight  # drain, or retract
-        self.trainer = trainer
-        self.pool = pool
-        self.supervisor = supervisor
+    offload: OffloadConfig
+    trainer: Trainer
+    pool: EnginePool
+    supervisor: EngineSupervisor
+    adapters: bool  # whether the engines serve adapters: then no sync brings their weights back
+    in_flight: InFlight = InFlight.drain  # or retract
+
+    @property
+    def weights(self) -> tuple[EngineMemory, ...]:
+        return () if self.adapters else (EngineMemory.weights,)
 
     async def give_to_engines(self, sync: Callable[[], Awaitable[SyncReport]]) -> SyncReport:
         """Hand the devices to the engines. `sync` copies the current policy into them."""

@@ -10,6 +10,7 @@ Invariants:
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from dataclasses import dataclass, field
 
 from app.errors import EngineError, SyncError
 from app.protocols import RolloutEngine, Trainer, WeightSynchronizer
@@ -17,29 +18,24 @@ from app.recovery.engine_supervisor import Engines, EngineSupervisor, backoff, s
 from app.types import SyncReport
 
 
+@dataclass(eq=False)
 class RetryingWeightSync:
     """`WeightSynchronizer.sync` (app/protocols.py) over engines that may be lost.
 
     `params_on_device` is the context in which the parameters are on the device during the engines' turn.
     """
 
-    def __init__(
-        self,
-        synchronizer: WeightSynchronizer,
-        trainer: Trainer,
-        supervisor: EngineSupervisor,
-        *,
-        version: int,
-        params_on_device: Callable[[Iterable[RolloutEngine]], AbstractAsyncContextManager[None]] | None = None,
-    ) -> None:
-        self.synchronizer = synchronizer
-        self.trainer = trainer
-        self.supervisor = supervisor
-        self.version = version
-        self._params_on_device = params_on_device or (lambda engines: nullcontext())
-        self._limit = supervisor.config.recovery.max_engine_failures
-        self._failures = 0  # in a row, of syncs into restarted engines
-        self._parameters = asyncio.Lock()  # held while the parameters are read or updated
+    synchronizer: WeightSynchronizer
+    trainer: Trainer
+    supervisor: EngineSupervisor
+    version: int
+    params_on_device: Callable[[Iterable[RolloutEngine]], AbstractAsyncContextManager[None]] | None = None
+    _failures: int = 0  # in a row, of syncs into restarted engines
+    _parameters: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while the parameters are read or updated
+
+    @property
+    def _limit(self) -> int:
+        return self.supervisor.config.recovery.max_engine_failures
 
     @asynccontextmanager
     async def updating(self, version: int) -> AsyncIterator[None]:
@@ -64,8 +60,9 @@ class RetryingWeightSync:
 
     async def sync_restarted(self, engines: Engines) -> Engines:
         """Sync the current policy into restarted engines; returns those that have it."""
+        on_device = self.params_on_device or (lambda engines: nullcontext())
         try:
-            async with self._params_on_device(engines.values()):
+            async with on_device(engines.values()):
                 report = await self._attempt(engines, self._failures + 1)
         except EngineError as error:  # while its regions were released or reloaded, or the last attempt
             await self.supervisor.diagnose(engines)

@@ -40,9 +40,8 @@ def run_lock(folder: Path) -> Iterator[None]:
             holder = lock.read().strip() or "another process"
             raise FolderInUse(f"{folder} is in use: {holder} is writing to it") from None
         except OSError as error:
-            raise RunError(
-                f"{folder} cannot be locked: {describe(error)}; is it on a file system with locks?"
-            ) from error
+            why = f"{describe(error)}; is it on a file system with locks?"
+            raise RunError(f"{folder} cannot be locked: {why}") from error
 
         lock.truncate(0)
         lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")

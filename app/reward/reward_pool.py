@@ -38,10 +38,8 @@ class RewardPool(WorkerPool):
         log: Path | None,
         warn: Callable[[str], None],
     ) -> None:
-        settings = {"component": pickled(component)}
-        spec = WorkerSpec(
-            f"the reward {component.name}", f"{__package__}.handler", settings, CODEC, START_TIMEOUT_S, log=log
-        )
+        settings, handler = {"component": pickled(component)}, f"{__package__}.handler"
+        spec = WorkerSpec(f"the reward {component.name}", handler, settings, CODEC, START_TIMEOUT_S, log=log)
         super().__init__(spec, workers=workers, jobs=1, warn=self._write_to_log)
         self.component = component
         self.retried = 0  # trajectories that were scored again, alone

@@ -72,9 +72,8 @@ class Scorer:
             kinds=[kind.name for kind in FailureKind],
         )
         self._components = components_of(config)
-        self._in_process: dict[str, RewardFunction] = {
-            component.name: component.load() for component in self._components if not component.isolated
-        }
+        in_process = [component for component in self._components if not component.isolated]
+        self._in_process: dict[str, RewardFunction] = {each.name: each.load() for each in in_process}
         self.pools = [
             RewardPool(component, workers=config.workers, timeout_s=config.timeout_s, log=log, warn=warn)
             for component in self._components

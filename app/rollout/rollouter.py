@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,33 +20,21 @@ from app.utils.tasks import gather_or_raise
 MAX_PROMPTS_SHOWN = 5  # in messages
 
 
+@dataclass(eq=False)
 class Rollouter:
-    """Turns prompts into groups with rewards.
+    """Turns prompts into groups with rewards."""
 
-    Args:
-        tokenizer: Decodes completions of servers that we did not start.
-        episodes: Plays the episodes of an environment; None: every trajectory is a single turn.
-        teacher: Adds a teacher's log-probabilities to a group that is trained on; None: there is no teacher.
-    """
+    pool: EnginePool
+    scorer: Scorer
+    tokenizer: Any  # decodes completions of servers that we did not start
+    timeline: Timeline
+    recovery: RecoveryConfig
+    episodes: Episodes | None = None  # plays those of an environment; None: every trajectory is a single turn
+    teacher: Callable[[Group], Awaitable[Group]] | None = None  # adds log-probabilities to what is trained on
+    finished: int = 0  # groups
 
-    def __init__(
-        self,
-        pool: EnginePool,
-        scorer: Scorer,
-        tokenizer: Any,
-        timeline: Timeline,
-        recovery: RecoveryConfig,
-        episodes: Episodes | None = None,
-        teacher: Callable[[Group], Awaitable[Group]] | None = None,
-    ):
-        self.pool = pool
-        self.scorer = scorer
-        self.tokenizer = tokenizer
-        self.timeline = timeline
-        self.requests = Requests(timeline, recovery)
-        self.episodes = episodes
-        self.teacher = teacher
-        self.finished = 0  # groups
+    def __post_init__(self) -> None:
+        self.requests = Requests(self.timeline, self.recovery)
 
     async def group(
         self,

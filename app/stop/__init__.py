@@ -27,15 +27,12 @@ def stop_reason(stop: StopConfig, accuracies: Mapping[int, float], *, step: int,
     if not 0 < step < last_step or step not in accuracies:
         return None
     if stop.at_accuracy is not None and accuracies[step] >= stop.at_accuracy:
-        return (
-            f"stop.at_accuracy={stop.at_accuracy:g} is reached: eval/accuracy is {accuracies[step]:.3g} at step {step}"
-        )
+        reached = f"eval/accuracy is {accuracies[step]:.3g} at step {step}"
+        return f"stop.at_accuracy={stop.at_accuracy:g} is reached: {reached}"
 
     best = max(accuracies, key=accuracies.__getitem__)  # the first of equal ones
     since = sum(each > best for each in accuracies)
     if stop.patience is not None and since >= stop.patience:
-        return (
-            f"stop.patience={stop.patience}: no evaluation since step {best} exceeds its eval/accuracy of "
-            f"{accuracies[best]:.3g}"
-        )
+        exceeds = f"exceeds its eval/accuracy of {accuracies[best]:.3g}"
+        return f"stop.patience={stop.patience}: no evaluation since step {best} {exceeds}"
     return None

@@ -71,15 +71,15 @@ class RunConsole:
             self._progress.update(self._task, status=text)
         elif not self._terminal or self._config.mode is Mode.eval:
             elapsed = duration(time.monotonic() - self._started)
-            self._print(Text(f"{elapsed:>12}  {text}", "dim"))
+            self._console.print(Text(f"{elapsed:>12}  {text}", "dim"))
 
     def note(self, text: str) -> None:
-        self._print(Text(text))
+        self._console.print(Text(text))
 
     def resume(self, step: int, first_accuracy: float | None = None) -> None:
         """Continue after `step`; `first_accuracy` is from the run's first evaluation, if there was one."""
         self._first_accuracy = first_accuracy
-        self._print(Text(f"resumed after step {step}", "bold"))
+        self._console.print(Text(f"resumed after step {step}", "bold"))
         if self._progress is not None:
             self._progress.update(self._task, completed=step)
             self._progress.reset(self._task, completed=step, total=self._config.steps, start=True)
@@ -88,7 +88,7 @@ class RunConsole:
         line = step_line(step, self._config.steps, metrics).append(self._time_left(step, metrics), "dim")
         if self._terminal:
             line.truncate(self._console.width, overflow="ellipsis")
-        self._print(line)
+        self._console.print(line)
         if self._progress is not None:
             self._progress.update(self._task, completed=step, status="")
 
@@ -115,7 +115,7 @@ class RunConsole:
         """
         if self._config.mode is Mode.eval:
             for row in aligned(evaluation_rows(results)):
-                self._print(Text(row))
+                self._console.print(Text(row))
             return
 
         line = Text(f" eval {step:>{len(str(self._config.steps))}}/{self._config.steps}", "bold green")
@@ -131,7 +131,7 @@ class RunConsole:
             else:
                 line.append(f"   {100 * (accuracy - self._first_accuracy):+.1f} points since the first", "dim")
 
-        self._print(line)
+        self._console.print(line)
 
     def end(self, status: str, totals: Mapping[str, float], files: Mapping[str, Path | str]) -> None:
         """Remove the progress bar; print the status, the totals, the files and what to do with them. Not the error."""
@@ -139,21 +139,23 @@ class RunConsole:
             self._progress.stop()
             self._progress = None
 
-        self._print(end_line(status, totals, evaluation=self._config.mode is Mode.eval))
+        self._console.print(end_line(status, totals, evaluation=self._config.mode is Mode.eval))
         for name, path in files.items():
-            self._print(Text(f"  {name:<9}", "dim").append(str(path), ""))
+            self._console.print(Text(f"  {name:<9}", "dim").append(str(path), ""))
 
     def _header(self) -> None:
         config = self._config
         how = "evaluation" if config.mode is Mode.eval else f"{config.trained_by} · {config.placement.kind.value}"
-        self._print(Text("\n").append(config.model.name, "bold cyan").append(f" · {how} · {config.device.kind.value}"))
+        self._console.print(
+            Text("\n").append(config.model.name, "bold cyan").append(f" · {how} · {config.device.kind.value}")
+        )
         lines = [work_of(config), str(self._folder)]
         if config.mode is Mode.train and (formula := config.reward.formula):
             measured = "" if config.algorithm.reward_coefficient else ", measured only"
             lines.append(f"reward: {formula}{measured}")
         if config.mode.trains:
             lines.append(kept_of(config.checkpoint))
-        self._print(Text("\n".join([*lines, ""]), "dim"))
+        self._console.print(Text("\n".join([*lines, ""]), "dim"))
 
         if self._terminal and config.mode is not Mode.eval:
             self._progress = Progress(
@@ -169,9 +171,6 @@ class RunConsole:
             )
             self._task = self._progress.add_task("run", total=config.steps, status="starting")
             self._progress.start()
-
-    def _print(self, text: Text) -> None:
-        self._console.print(text)
 
 
 def work_of(config: RunConfig) -> str:

@@ -114,22 +114,17 @@ class RankState:
 
     def write(self, folder: Path) -> dict[str, int]:
         """Write the captured state to disk. Returns the CRC-32 of each file that this rank wrote, by name."""
-        captured = self._captured
-        self._captured = None
+        captured, self._captured = self._captured, None
         if captured is None:
             raise CheckpointError(f"checkpoint {folder}: capture was not called before write")
 
         # The state is in host memory: there is nothing to copy ahead.
         writer = dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)
-        written = ChecksummedFiles()
         # The writer makes a file system of its own, without checksums.
-        writer.fs = written
+        writer.fs = written = ChecksummedFiles()
         with _wrap_errors(folder, "written"):
             dcp.save(
-                captured,
-                storage_writer=writer,
-                process_group=self._process_group,
-                no_dist=self._process_group is None,
+                captured, storage_writer=writer, process_group=self._process_group, no_dist=self._process_group is None
             )
         return written.checksums
 

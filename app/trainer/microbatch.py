@@ -54,11 +54,6 @@ class Sample:
         """Tokens that other sequences of the same prompt can share: those before the prompt's last one."""
         return self.sequence.token_ids[: max(self.sequence.opening_tokens - 1, 0)].astype(np.int32).tobytes()
 
-    @property
-    def is_primary(self) -> bool:
-        """Whether its trajectory is counted with it: the first sequence of a trajectory."""
-        return self.key[2] == 0
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MicroBatch:
@@ -267,7 +262,7 @@ def pack(samples: Sequence[Sample], device: torch.device) -> MicroBatch:
         rollout_logprobs=tensor(np.concatenate([sequence.logprobs for sequence in sequences]), torch.float32),
         versions=tensor(np.concatenate([sequence.versions for sequence in sequences]), torch.int64),
         keys=tuple(sample.key for sample in samples),
-        trajectories=sum(sample.is_primary for sample in samples),
+        trajectories=sum(sample.key[2] == 0 for sample in samples),  # each counts with its first sequence
         teacher_logprobs=None if teacher is None else tensor(teacher, torch.float32),
     )
 

@@ -178,9 +178,8 @@ class PolicyOptimizer:
         order = [parameter for param_group in param_groups for parameter in param_group["params"]]
         by_index = {index: dict(state[parameter]) for index, parameter in enumerate(order) if parameter in state}
 
-        self.torch_optimizer.load_state_dict(
-            {"state": by_index, "param_groups": self.torch_optimizer.state_dict()["param_groups"]}
-        )
+        settings = self.torch_optimizer.state_dict()["param_groups"]
+        self.torch_optimizer.load_state_dict({"state": by_index, "param_groups": settings})
         self._offload_moments()
         self.updates = updates
         self.skipped_in_a_row = skipped_in_a_row
@@ -206,10 +205,7 @@ def _make(parameters: list[torch.nn.Parameter], config: TrainerConfig, *, fused:
     # Norms and biases are not decayed.
     matrices = [parameter for parameter in parameters if parameter.dim() > 1]
     vectors = [parameter for parameter in parameters if parameter.dim() <= 1]
-    param_groups = [
-        {"params": matrices, "weight_decay": config.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
+    param_groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     if config.optimizer is Optimizer.sgd:
         return torch.optim.SGD(param_groups, lr=config.peak_lr)
     # None, not False: with False torch would not use its foreach kernels either, and update tensor by tensor.

@@ -156,7 +156,8 @@ class RemoteTrainer:
         if self.broken is not None:
             raise TrainerError(f"{name}: the trainer cannot continue, {self.broken}")
 
-        calls = self._submit(method, *args, **kwargs)
+        references = [getattr(rank, name).remote(*args, **kwargs) for rank in self.ranks]
+        calls: dict[asyncio.Future[T], int] = {_task(reference): rank for rank, reference in enumerate(references)}
         done, waiting = await asyncio.wait(calls, timeout=self.timeout_s, return_when=asyncio.FIRST_EXCEPTION)
 
         failed = [call for call in done if call.exception() is not None]
@@ -168,7 +169,11 @@ class RemoteTrainer:
             for call in waiting:  # their results are not read
                 call.cancel()
             if method is TrainerRank.start:
-                raise self._not_started(late)
+                self.broken = f"since Ray did not start trainer rank {late} in time"
+                raise TrainerError(
+                    f"Ray did not start trainer rank {late} within trainer.timeout_s={self.timeout_s:.0f} s: "
+                    f"its devices are not free, or its process did not start or does not answer{last_ray_error()}"
+                )
             if method not in CONCURRENT:
                 self.broken = f"since trainer rank {late} did not finish {name} in time"
             stacks = await self.stacks()
@@ -180,20 +185,6 @@ class RemoteTrainer:
             )
         self.calls += 1
         return [call.result() for call in calls]
-
-    def _submit(
-        self, method: Callable[Concatenate[TrainerRank, P], T], *args: P.args, **kwargs: P.kwargs
-    ) -> dict["asyncio.Future[T]", int]:
-        """Start a call on every rank. Returns call → rank."""
-        references = [getattr(rank, method.__name__).remote(*args, **kwargs) for rank in self.ranks]
-        return {_task(reference): rank for rank, reference in enumerate(references)}
-
-    def _not_started(self, late: str) -> TrainerError:
-        self.broken = f"since Ray did not start trainer rank {late} in time"
-        return TrainerError(
-            f"Ray did not start trainer rank {late} within trainer.timeout_s={self.timeout_s:.0f} s: "
-            f"its devices are not free, or its process did not start or does not answer{last_ray_error()}"
-        )
 
     async def _failure(
         self, method: Callable[..., Any], calls: dict["asyncio.Future[Any]", int], first: "asyncio.Future[Any]"
@@ -225,9 +216,8 @@ def _shared(groups: Sequence[ScoredGroup]) -> Sequence[ScoredGroup]:
     try:
         return cast(Sequence[ScoredGroup], ray.put(Packed(groups)))
     except RayError as error:
-        raise TrainerError(
-            f"{len(groups)} groups could not be put into Ray's object store: {type(error).__name__}: {one_line(error)}"
-        ) from error
+        failed = f"{len(groups)} groups could not be put into Ray's object store"
+        raise TrainerError(f"{failed}: {type(error).__name__}: {one_line(error)}") from error
 
 
 def _task(reference: Any) -> asyncio.Future[Any]:

@@ -31,14 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from app.algorithm.loss import (
-    Component,
-    LossSums,
-    common_denominator,
-    demonstration_loss,
-    denominators,
-    policy_loss,
-)
+from app.algorithm.loss import Component, LossSums, common_denominator, demonstration_loss, denominators, policy_loss
 from app.algorithm.metrics import TABLE, finalize
 from app.algorithm.objective import TokenBatch
 from app.config.algorithm import AlgorithmConfig, Correction
@@ -83,6 +76,7 @@ class StepSettings:
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
 
 
+@dataclass(eq=False)
 class TrainStep:
     """One rank's train step. All ranks make the same calls in the same order.
 
@@ -95,32 +89,20 @@ class TrainStep:
         report = step.finish()            # computes the rest and updates the parameters
         report.metrics["grad_norm"]       # 0.41
         step.version                      # 8
-
-    Args:
-        reference: Reference policy, for the KL term: a frozen model, or `model` itself if it has adapters, which are
-            off then.
-        peak_flops: Peak FLOP/s of one device, for `trainer/mfu`; None if unknown.
     """
 
-    def __init__(
-        self,
-        model: PolicyModel,
-        optimizer: PolicyOptimizer,
-        settings: StepSettings,
-        device: torch.device,
-        reference: PolicyModel | None = None,
-        peak_flops: float | None = None,
-    ):
-        self.model = model
-        self.optimizer = optimizer
-        self.settings = settings
-        self.device = device
-        self.reference = reference
-        self.peak_flops = peak_flops
-        self.model_flops = ModelFlops.of(model)
+    model: PolicyModel
+    optimizer: PolicyOptimizer
+    settings: StepSettings
+    device: torch.device
+    reference: PolicyModel | None = None  # of the KL: a frozen model, or `model` itself with its adapters off
+    peak_flops: float | None = None  # FLOP/s of one device, for `trainer/mfu`; None if unknown
+
+    def __post_init__(self) -> None:
+        self.model_flops = ModelFlops.of(self.model)
         self.cost = self.model_flops.step
-        if reference is not None:
-            self.cost += ModelFlops.of(reference, adapters=False).forward
+        if self.reference is not None:
+            self.cost += ModelFlops.of(self.reference, adapters=False).forward
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.ranks = dist.get_world_size() if dist.is_initialized() else 1
         self.gate = PassGate()  # through which another thread ends an open step
@@ -310,12 +292,7 @@ class TrainStep:
         return loss_sums
 
     def _forward(
-        self,
-        model: PolicyModel,
-        micro: MicroBatch,
-        *,
-        entropy_gradient: bool = False,
-        temperature: float | None = None,
+        self, model: PolicyModel, micro: MicroBatch, *, entropy_gradient: bool = False, temperature: float | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return log-probabilities and entropies of the sampled tokens, both [N], by default as they were sampled."""
         return model(

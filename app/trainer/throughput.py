@@ -148,17 +148,14 @@ class StepProfiler:
 
     def finish(self) -> None:
         """Write `profile/step_N_rank_R.json`, a Chrome trace."""
-        finished = self._stop()
+        finished = self.abort()
         if finished is not None:
             self.folder.mkdir(parents=True, exist_ok=True)
             finished.export_chrome_trace(str(self.folder / f"step_{self._step}_rank_{self.rank}.json"))
 
-    def abort(self) -> None:
-        self._stop()
-
-    def _stop(self) -> profile | None:
-        stopped = self._profile
-        self._profile = None
+    def abort(self) -> profile | None:
+        """Stop without a trace, and return what was recorded."""
+        stopped, self._profile = self._profile, None
         if stopped is not None:
             stopped.stop()
         return stopped

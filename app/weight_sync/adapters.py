@@ -168,22 +168,15 @@ class AdapterSynchronizer:
             with timer.phase("resume"):  # engines that were drained to hand their devices to the trainer
                 await deadline.gather("resume", {engine.name: engine.resume() for engine in engines})
         finally:
-            await self._release()
+            await self.close()
 
-        return SyncReport(
-            version=version,
-            bytes=size,
-            buckets=1,
-            seconds=sync_seconds(timer, started),
-            adapters=max(loaded.values(), default=0),
-        )
+        adapters, seconds = max(loaded.values(), default=0), sync_seconds(timer, started)
+        return SyncReport(version=version, bytes=size, buckets=1, seconds=seconds, adapters=adapters)
 
     async def abort(self) -> None:
         """Nothing stays open after a failure: a load that still runs ends with a complete adapter, or none."""
 
     async def close(self) -> None:
-        await self._release()
-
-    async def _release(self) -> None:
+        """Remove what the last sync has left in shared memory."""
         releasing = self.trainer.call(ADAPTER_EXTENSION, AdapterSender.release)
         await best_effort({TRAINER_RANKS: releasing}, CLOSE_TIMEOUT_S)

@@ -77,9 +77,8 @@ class DeltaEncoder:
         sent = [i for i, each in enumerate(sparse) if each.name in smaller and each.entries]
         full = [meta for meta in bucket.tensors if meta.name not in smaller]
 
-        entries = self._gather_entries(
-            [changes[i] for i in sent], [[row[i] for i in sent] for row in counts], receivers
-        )
+        counts_sent = [[row[i] for i in sent] for row in counts]
+        entries = self._gather_entries([changes[i] for i in sent], counts_sent, receivers)
         changed = [sparse[i] for i in sent]
         encoded = None
         if entries is not None:
@@ -94,9 +93,8 @@ class DeltaEncoder:
     def _changes(self, metas: Sequence[TensorMeta]) -> list[Changes]:
         """Return the changes of this rank's shards, at positions in the full tensors. Rank 0 reports unsharded ones."""
         tensors = [self.tensors[meta.name] for meta in metas]
-        found = diff_and_replace_all(
-            [self.snapshots[meta.name] for meta in metas], [flat_shard(tensor) for tensor in tensors]
-        )
+        shards = [flat_shard(tensor) for tensor in tensors]
+        found = diff_and_replace_all([self.snapshots[meta.name] for meta in metas], shards)
         changes: list[Changes] = []
         for tensor, (positions, values) in zip(tensors, found, strict=True):
             if isinstance(tensor, DTensor):

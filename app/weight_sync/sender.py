@@ -9,6 +9,7 @@ The driver imports this module to name its methods, so torch is imported in func
 """
 
 import re
+from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -136,9 +137,7 @@ class Sender:
         if self.rank_index == 0:
             export(self.trainer_rank.spec.model_path, tensors, folder, torch.float32)
             return
-        # gathering is a collective: the other ranks take part and drop the result
-        for _ in tensors:
-            pass
+        deque(tensors, maxlen=0)  # gathering is a collective: the other ranks take part and drop the result
 
     # --- for transports to override
 

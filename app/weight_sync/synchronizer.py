@@ -78,13 +78,7 @@ class BucketedWeightSynchronizer:
         tensors = (await self.trainer.call(SENDER_EXTENSION, Sender.describe))[0]
         self._buckets = plan_buckets(tensors, capacity=self.bucket_bytes)
         snapshot = self.config.snapshot if self.config.mode is SyncMode.delta else None
-        await self.trainer.call(
-            SENDER_EXTENSION,
-            Sender.prepare,
-            buckets=self._buckets,
-            snapshot=snapshot,
-            tensor_parallel=self.tensor_parallel,
-        )
+        await self.trainer.call(SENDER_EXTENSION, Sender.prepare, self._buckets, snapshot, self.tensor_parallel)
 
     def set_engines(self, engines: Mapping[int, RolloutEngine]) -> None:
         """Sync to these engines, by engine index. If they changed, the next sync reconnects and is full."""

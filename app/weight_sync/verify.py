@@ -68,10 +68,8 @@ class Verifier:
             export = trainer.call(SENDER_EXTENSION, Sender.export, folder=path)
             await deadline.gather("verify: export", {TRAINER_RANKS: export})
             body = {"model_path": str(path), "flush_cache": flush_cache, "weight_version": str(deadline.version)}
-            await deadline.gather(
-                "verify: loading the export",
-                {engine.name: engine.update("update_weights_from_disk", body) for engine in engines},
-            )
+            calls = {engine.name: engine.update("update_weights_from_disk", body) for engine in engines}
+            await deadline.gather("verify: loading the export", calls)
             return await self._hashes(deadline, engines)
         finally:
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -80,9 +78,8 @@ class Verifier:
         body: dict[str, Any] = {"action": "checksum"}
         if self._unsynced:
             body["skip_tensor_list"] = self._unsynced  # undefined after memory was released
-        replies = await deadline.gather(
-            "verify: checksums", {engine.name: engine.update("weights_checker", body) for engine in engines}
-        )
+        calls = {engine.name: engine.update("weights_checker", body) for engine in engines}
+        replies = await deadline.gather("verify: checksums", calls)
         return {
             name: {
                 (rank, parameter): checksum

@@ -23,9 +23,8 @@ MIN_PYTHON = (3, 11)
 
 def import_package() -> None:
     """Make `app` importable without a search path that leads to it."""
-    spec = importlib.util.spec_from_file_location(
-        "app", os.path.join(PACKAGE, "__init__.py"), submodule_search_locations=[PACKAGE]
-    )
+    source = os.path.join(PACKAGE, "__init__.py")
+    spec = importlib.util.spec_from_file_location("app", source, submodule_search_locations=[PACKAGE])
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

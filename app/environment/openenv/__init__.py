@@ -16,6 +16,7 @@ import json
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from http.client import HTTPException
 from typing import Any
@@ -45,16 +46,14 @@ def make(settings: Mapping[str, Any]) -> partial["OpenEnv"]:
     return partial(OpenEnv, server, schema, tools, dict(settings.get("args") or {}))
 
 
+@dataclass(eq=False)
 class OpenEnv:
-    """The environment of one episode. `tools`: the action as a tool, if the template has tools; `reset`: its args."""
+    """The environment of one episode."""
 
-    def __init__(
-        self, server: Server, schema: Mapping[str, Any], tools: Sequence[Tool], reset: Mapping[str, Any]
-    ) -> None:
-        self._server = server
-        self._schema = schema
-        self._tools = tools
-        self._reset = reset
+    _server: Server
+    _schema: Mapping[str, Any]
+    _tools: Sequence[Tool]  # the action as a tool, if the template has tools
+    _reset: Mapping[str, Any]  # arguments
 
     async def run(self, task: Task, policy: Policy) -> dict[str, float]:
         """Play the episode; return its sum of rewards, and the last. Raises `EnvironmentFailed` if the server fails."""

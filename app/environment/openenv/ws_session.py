@@ -63,9 +63,8 @@ class Session:
             answer = message["data"]
             if message["type"] == "error":
                 raise self._error(kind, answer)
-            return Observation(
-                _shown(answer["observation"]), float(answer.get("reward") or 0), bool(answer.get("done"))
-            )
+            reward, done = float(answer.get("reward") or 0), bool(answer.get("done"))
+            return Observation(_shown(answer["observation"]), reward, done)
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise EnvironmentFailed(f"{self._server.url} answered {kind} with {text[:200]!r}") from error
 

@@ -164,9 +164,8 @@ class ChatRenderer:
         common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(opening, whole, strict=False)))
         call = self.tokenizer.encode(whole[common:])
         end = next((at for at, token in enumerate(call) if token in self.tokenizer.stop_ids), len(call))
-        return reply_parser.tool_parser(
-            self.tokenizer, self.tokenizer.encode(whole[:common]), call[:end], self._thinking
-        )
+        before = self.tokenizer.encode(whole[:common])
+        return reply_parser.tool_parser(self.tokenizer, before, call[:end], self._thinking)
 
     def after_reply(self, messages: Sequence[Message], tools: Tools | None) -> tuple[int, list[int]]:
         """Return the token that ends a reply, and the tokens after it. Raises `ValueError` if the template has none."""

@@ -105,9 +105,8 @@ class EpisodePolicy:
 
         reply = self._reply(answer, sequence.token_ids[:before], time.monotonic() - started, tools)
         thoughts = (*reasonings(messages or ()), reply.reasoning)
-        self._sequences.remember(
-            conversation, reply, ReplyEnd(continuation.sequence, before + len(answer.token_ids), thoughts)
-        )
+        end = ReplyEnd(continuation.sequence, before + len(answer.token_ids), thoughts)
+        self._sequences.remember(conversation, reply, end)
         return reply
 
     async def generate(

@@ -10,11 +10,11 @@ from hashlib import sha256
 from pathlib import Path
 
 from app.config.model import ALL_LINEAR, LoraConfig
+from app.config.peft_adapter import LENGTH_BYTES
 from app.errors import ConfigError, expect
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SAMPLE_BYTES = 4096  # of each tensor, from its beginning
-LENGTH_BYTES = 8  # of the header's length, at the beginning of a safetensors file
 LAYERS, WEIGHT, NESTED, PEFT_PREFIX = ".layers.", ".weight", "language_model.", "base_model.model."
 # Decays of linear attention: engines compute them in one kernel that takes no adapters.
 DECAYS = ("in_proj_a", "in_proj_b", "in_proj_ba")

@@ -113,9 +113,8 @@ def trace_events(spans: list[Span], zero: float) -> list[dict[str, object]]:
     rows: dict[str, list[list[float]]] = {}  # track → its rows → the ends of the row's open spans, outermost first
     row_of_span = [_assign_row(rows.setdefault(span.track, []), span) for span in spans]
 
-    events: list[dict[str, object]] = [
-        {"ph": "M", "pid": PID, "tid": 0, "name": "process_name", "args": {"name": "run"}}
-    ]
+    process = {"ph": "M", "pid": PID, "tid": 0, "name": "process_name", "args": {"name": "run"}}
+    events: list[dict[str, object]] = [process]
     first_tid: dict[str, int] = {}
     tid = 0
     for track, open_ends in rows.items():

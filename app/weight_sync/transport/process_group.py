@@ -12,6 +12,7 @@ Invariants:
 import logging
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -26,42 +27,30 @@ POLL_S = 0.0005  # between two looks at a broadcast in flight
 LEAVE_S = 1.0  # for the collective library to abort
 
 
+@dataclass(eq=False, kw_only=True)
 class SyncProcessGroup:
     """Rank 0 of the process group: the source of all broadcasts, and the host of the store.
 
     Lifecycle: created and joining in the background; after `joined`, `broadcast` and `wait` alternate; `abort` in any
     state, then nothing else.
-
-    Args:
-        device: Of the buffers.
-        timeout_s: Deadline for joining.
-        abort_backend: Ends everything in flight in a torch backend (`Device.abort_backend`).
     """
 
-    def __init__(
-        self,
-        *,
-        backend: str,
-        device: torch.device,
-        address: str,
-        world_size: int,
-        name: str,
-        timeout_s: float,
-        abort_backend: Callable[[Any], None],
-    ):
-        self.backend = backend
-        self.device = device
-        self.world_size = world_size
-        self.name = name
-        self._timeout = timedelta(seconds=watchdog_seconds(timeout_s))
-        self._abort_backend = abort_backend
-        listener = listen(address)  # else the store would listen at all addresses of this machine
+    backend: str
+    device: torch.device  # of the buffers
+    address: str
+    world_size: int
+    name: str
+    timeout_s: float  # for joining
+    abort_backend: Callable[[Any], None]  # ends everything in flight in a torch backend (`Device.abort_backend`)
+
+    def __post_init__(self) -> None:
+        listener = listen(self.address)  # else the store would listen at all addresses of this machine
         self.port: int = listener.getsockname()[1]
         self._store: dist.Store | None = dist.TCPStore(
-            address,
+            self.address,
             self.port,
             is_master=True,
-            timeout=timedelta(seconds=timeout_s),
+            timeout=timedelta(seconds=self.timeout_s),
             wait_for_workers=False,
             master_listen_fd=listener.detach(),
         )
@@ -70,7 +59,7 @@ class SyncProcessGroup:
         self._failure: Exception | None = None
         self._aborted = threading.Event()
         self._broadcast: Broadcast | None = None  # the last one
-        self._joining = threading.Thread(target=self._join, name=f"join-{name}", daemon=True)
+        self._joining = threading.Thread(target=self._join, name=f"join-{self.name}", daemon=True)
         self._joining.start()
 
     def joined(self) -> bool:
@@ -114,7 +103,7 @@ class SyncProcessGroup:
             return
 
         try:
-            self._abort_backend(process_group._get_backend(self.device))
+            self.abort_backend(process_group._get_backend(self.device))
             if self._broadcast is None or self._broadcast.thread_ended(LEAVE_S):
                 dist.destroy_process_group(process_group)
             else:
@@ -134,7 +123,7 @@ class SyncProcessGroup:
                 PrefixStore(self.name, self._store),
                 group_name=self.name,  # type: ignore[arg-type]
                 backend_options=None,
-                timeout=self._timeout,
+                timeout=timedelta(seconds=watchdog_seconds(self.timeout_s)),
             )
             # `dist.broadcast` looks the source's rank up here; only torch's public constructors register a group.
             _world.pg_group_ranks[process_group] = {member: member for member in range(self.world_size)}
