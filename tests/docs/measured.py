@@ -57,34 +57,6 @@ def rounds_of(result: Result) -> int:
 # --- blocks
 
 
-def claims() -> str:
-    """The small benchmarks, a line each."""
-    sync, memory = load("weight_sync"), load("memory")
-    sync_s = {name: number(value, ".2f") for name, value in sync["seconds"].items()}
-    heads = {each["vocabulary"]: each for each in memory["table"] if each["tokens"] == 2048}
-    lines = [
-        (
-            "weight_sync",
-            "sync of 1.19 GB to one engine, seconds",
-            f"IPC {sync_s['ipc']}; collective {sync_s['collective']}; via disk {sync_s['disk']}; "
-            f"a bare memory copy {sync_s['copy']}; a bare broadcast {sync_s['broadcast']}",
-        ),
-        (
-            "memory",
-            "memory of forward and backward over 2,048 tokens, chunked LM head vs. full logits (one layer, 128 wide)",
-            "; ".join(
-                f"vocabulary {size:,}: {number(each['chunked_mib'], ',')} of {number(each['full_mib'], ',')} MiB"
-                for size, each in heads.items()
-            ),
-        ),
-    ]
-    table = header("claim", "measured", "rounds", "command")
-    return table + "".join(
-        row(claim, measured, rounds_of(load(stem)), f"`python -m tests.bench.{stem}`")
-        for stem, claim, measured in lines
-    )
-
-
 TRAINERS = ("ours", "plain", "plain_onednn", "naive")
 
 
@@ -293,7 +265,6 @@ def summary() -> str:
 BLOCKS: dict[str, Callable[[], str]] = {
     block.__name__: block
     for block in (
-        claims,
         trainer,
         end_to_end,
         real_models,

@@ -28,7 +28,7 @@ def test_every_quoted_result_of_this_machine_says_that_it_was_idle(monkeypatch: 
     for render in measured.BLOCKS.values():
         render()
 
-    assert {"trainer", "learning", "memory"} <= quoted.keys()
+    assert {"trainer", "learning", "real_models"} <= quoted.keys()
     # In virtual time; arithmetic; on a card of its own.
     assert {stem for stem, result in quoted.items() if "busy" not in result} == {"overlap", "roofline", "card_run_h100"}
 
