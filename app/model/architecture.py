@@ -219,7 +219,8 @@ def draft_of(rollout: RolloutConfig, model: Architecture) -> Draft | None:
         accepted = "the directory of an EAGLE3 draft: of the supported models Qwen3.5 alone has a head of its own"
         expect(model.linear is not None, key, path, accepted)
         # Qwen3.5's head is a layer with full attention over hidden states and embeddings.
-        mixed, shared = 2 * model.hidden * model.hidden, model.root_parameters - model.hidden
+        mixed = 2 * model.hidden * model.hidden
+        shared = model.root_parameters - model.hidden
         return Draft(1, model.full_layer_parameters, mixed + 3 * model.hidden, shared)
 
     config = checkpoint_config(ModelConfig(path=path)) or {}

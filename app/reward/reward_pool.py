@@ -38,7 +38,8 @@ class RewardPool(WorkerPool):
         log: Path | None,
         warn: Callable[[str], None],
     ) -> None:
-        settings, handler = {"component": pickled(component)}, f"{__package__}.handler"
+        settings = {"component": pickled(component)}
+        handler = f"{__package__}.handler"
         spec = WorkerSpec(f"the reward {component.name}", handler, settings, CODEC, START_TIMEOUT_S, log=log)
         super().__init__(spec, workers=workers, jobs=1, warn=self._write_to_log)
         self.component = component

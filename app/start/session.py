@@ -225,7 +225,8 @@ async def start_trainer_workers(
             starts = [workers.start_engines()] if first else []
             await gather_or_raise(_set_up(device, trainer, workers), *starts)
 
-        engines, alone = workers.pool.engines, count_nodes() == 1
+        engines = workers.pool.engines
+        alone = count_nodes() == 1
         synchronizer = make_synchronizer(config, device, trainer, engines, folder, one_machine=alone)
         stack.push_async_callback(synchronizer.close)
         await synchronizer.prepare()

@@ -170,7 +170,8 @@ class AdapterSynchronizer:
         finally:
             await self.close()
 
-        adapters, seconds = max(loaded.values(), default=0), sync_seconds(timer, started)
+        adapters = max(loaded.values(), default=0)
+        seconds = sync_seconds(timer, started)
         return SyncReport(version=version, bytes=size, buckets=1, seconds=seconds, adapters=adapters)
 
     async def abort(self) -> None:

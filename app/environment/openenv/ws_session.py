@@ -63,7 +63,8 @@ class Session:
             answer = message["data"]
             if message["type"] == "error":
                 raise self._error(kind, answer)
-            reward, done = float(answer.get("reward") or 0), bool(answer.get("done"))
+            reward = float(answer.get("reward") or 0)
+            done = bool(answer.get("done"))
             return Observation(_shown(answer["observation"]), reward, done)
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise EnvironmentFailed(f"{self._server.url} answered {kind} with {text[:200]!r}") from error
