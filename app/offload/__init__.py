@@ -1,4 +1,8 @@
-"""Memory offload of the trainer, where it shares devices with the engines."""
+"""Memory offload of the trainer, where it shares devices with the engines.
+
+AdamW's moments are moved within an update by `app/trainer/optimizer.py` (`offload.optimizer`), engines' memory by
+`app/rollout/engine/host.py`; `app/placement/time_sharing.py` says when.
+"""
 
 from typing import TYPE_CHECKING
 

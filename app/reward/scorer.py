@@ -10,6 +10,7 @@ Invariants:
 """
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -61,16 +62,14 @@ class Scorer:
         log: Path | None = None,
         warn: Callable[[str], None] = run_log.warning,
     ) -> None:
-        self._failures = FailureWindow(
-            "trajectories failed",
-            "reward.max_failed_fraction",
-            config.max_failed_fraction,
-            step_trajectories,
-            consequence="A failed trajectory scores 0; above reward.max_failed_fraction="
-            f"{config.max_failed_fraction:g} of a step the run stops. All failures are in logs/reward.log.",
-            warn=warn,
-            kinds=[kind.name for kind in FailureKind],
+        limit = config.max_failed_fraction
+        key = "reward.max_failed_fraction"
+        consequence = (
+            f"A failed trajectory scores 0; above {key}={limit:g} of a step the run stops. All failures are in "
+            "logs/reward.log."
         )
+        kinds = Counter({kind.name: 0 for kind in FailureKind})
+        self._failures = FailureWindow("trajectories failed", key, limit, step_trajectories, consequence, warn, kinds)
         self._components = components_of(config)
         in_process = [component for component in self._components if not component.isolated]
         self._in_process: dict[str, RewardFunction] = {each.name: each.load() for each in in_process}

@@ -69,7 +69,7 @@ class Rule:
     metric: str
     problem: Problem
     advice: str
-    at_end: bool = False  # the report judges the last step; False: all steps
+    at_end: bool = True  # the report judges the last step; False: all steps
 
 
 def at_least(limit: float, sentence: str, *, steps: int = 1) -> Problem:
@@ -194,81 +194,78 @@ RULES = {
         "Read samples/. Where answers are wrong, check data.answer, the reward's parsing and the prompt's format, "
         "then try easier data or a larger algorithm.group_size. Where they are right, check that wrong ones get less, "
         "then try harder data or algorithm.dynamic_sampling=true.",
-        at_end=True,
     ),
     "identical completions": Rule(
         "completion/identical_fraction",
         identical_completions,
         "Try a higher rollout.temperature, such as 1. If it is that already, the policy has collapsed: "
         "try a smaller trainer.lr and an earlier checkpoint.",
-        at_end=True,
     ),
     "accuracy of 0": Rule(
         "reward/accuracy",
         accuracy_is_zero,
         "If samples/ has right answers, the reward has another scale or the wrong sign: above 0.5 counts as right, "
         "unless a built-in component judges, such as exact with weight 0 in reward.components.",
-        at_end=True,
     ),
     "reward against accuracy": Rule(
         "eval/accuracy",
         accuracy_fell,
         "Read samples/ for what is rewarded: a reward of the wrong sign, one that can be had without the right answer, "
         "or training data that differs from the evaluation's.",
-        at_end=True,
     ),
     "unmoved weights": Rule(
         "updates/relative_change",
         unmoved_weights,
         "Try a larger trainer.lr (1e-6 for all weights of a model of billions, ten times that for adapters).",
-        at_end=True,
     ),
     "mismatch": Rule(
         "mismatch/kl",
         policies_differ,
         "Try weight_sync.verify=always (did the weights arrive?), the same dtype for both, or algorithm.correction=tis "
         "or icepop; on stale data a smaller trainer.lr or placement.max_staleness.",
+        at_end=False,
     ),
     "entropy collapse": Rule(
         "entropy",
         entropy_collapse,
         "Try a smaller trainer.lr, rollout.temperature=1, a small algorithm.entropy_coefficient, or, with several "
         "algorithm.updates_per_step, a higher algorithm.clip_high (0.28).",
-        at_end=True,
     ),
     "truncated completions": Rule(
         "completion/truncated_fraction",
         at_least(0.8, "{:.0%} of the completions hit the token limit.", steps=2),
         "Try a larger rollout.max_completion_tokens, check that the chat template lets the model stop, or penalize "
         "length with algorithm.overlong_buffer_fraction.",
-        at_end=True,
     ),
     "throughput": Rule(
         "throughput/completion_tokens_per_second",
         throughput_drop,
         "Find the slow phase in timeline.json. Look for longer completions (completion/length_p95), other load on the "
         "machine, or a lost engine (logs/).",
-        at_end=True,
     ),
     "staleness": Rule(
         "staleness/mean",
         stale_data,
         "Try more placement.trainer_devices and fewer placement.rollout_devices, or a smaller placement.max_staleness.",
+        at_end=False,
     ),
     "reward failures": Rule(
         "reward/failed_fraction",
         at_least(0.05, "{:.0%} of the rewards so far, evaluations included, failed; their trajectories score 0."),
         "Every error is in logs/reward.log. If they timed out, try a larger reward.timeout_s or more reward.workers.",
+        at_end=False,
     ),
     "failed episodes": Rule(
         "environment/failed_fraction",
         at_least(0.05, "{:.0%} of the episodes so far, evaluations included, failed and left their groups."),
         "Every error is in logs/environment.log. If steps were late, try a larger environment.timeout_s.",
+        at_end=False,
     ),
     "gradient not finite": Rule(
         "updates/skipped",
         at_least(1, "{:.0f} update(s) of the step were skipped: the gradient was not finite."),
         "Try a smaller trainer.lr. If it persists, look at mismatch/max_ratio and the longest samples.",
+        at_end=False,
     ),
 }
 

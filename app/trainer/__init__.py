@@ -1,1 +1,4 @@
-"""The FSDP2 trainer: ranks, microbatches and the split train step."""
+"""The FSDP2 trainer: ranks, microbatches and the split train step.
+
+The model, its sharding and what its backward pass recomputes are `app/model/`.
+"""

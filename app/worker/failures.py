@@ -5,46 +5,29 @@ not at the end of the window, so code that always hangs costs only a fraction of
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from app.errors import RunError
 
 
+@dataclass(eq=False)
 class FailureWindow:
-    """Failures of the current window and of the whole run.
+    """Failures of the current window and of the whole run."""
 
-    Args:
-        phrase: For the error: `episodes failed in every attempt`.
-        key: The setting of `max_fraction`. Its section is the prefix of the metrics.
-        window: Units per window: those of a step.
-        consequence: A sentence for the warnings: what happens to a failed unit.
-        kinds: Kinds of failures that have a metric before the first one.
-    """
-
-    def __init__(
-        self,
-        phrase: str,
-        key: str,
-        max_fraction: float,
-        window: int,
-        *,
-        consequence: str,
-        warn: Callable[[str], None],
-        kinds: Iterable[str] = (),
-    ) -> None:
-        self.by_kind = Counter(dict.fromkeys(kinds, 0))  # counted by the owner
-        self.failed = 0
-        self.total = 0
-        self.last = ""  # cause of the last warning or failure, without a period
-        self._phrase = phrase
-        self._key = key
-        self._max_fraction = max_fraction
-        self._window = window
-        self._consequence = consequence
-        self._warn = warn
-        self._by_source: Counter[str] = Counter()
-        self._window_failed = 0
-        self._window_total = 0
+    _phrase: str  # for the error: `episodes failed in every attempt`
+    _key: str  # the setting of `_max_fraction`; its section is the prefix of the metrics
+    _max_fraction: float
+    _window: int  # units per window: those of a step
+    _consequence: str  # a sentence for the warnings: what happens to a failed unit
+    _warn: Callable[[str], None]
+    by_kind: Counter[str] = field(default_factory=Counter)  # counted by the owner; a kind of 0 has a metric, too
+    failed: int = 0
+    total: int = 0
+    last: str = ""  # cause of the last warning or failure, without a period
+    _by_source: Counter[str] = field(default_factory=Counter)
+    _window_failed: int = 0
+    _window_total: int = 0
 
     def warn(self, source: str, subject: str, why: str) -> None:
         """Warn of the first failure of a source, and then of its 10th, 100th, 1000th …."""

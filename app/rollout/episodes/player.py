@@ -34,8 +34,7 @@ def episode_failures(max_fraction: float, window: int, warn: Callable[[str], Non
         "logs/environment.log."
     )
     key = "environment.max_failed_fraction"
-    failed = "episodes failed in every attempt"
-    return FailureWindow(failed, key, max_fraction, window, consequence=consequence, warn=warn)
+    return FailureWindow("episodes failed in every attempt", key, max_fraction, window, consequence, warn)
 
 
 class Episodes:
