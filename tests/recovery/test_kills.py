@@ -37,6 +37,7 @@ TOOLS = [
     "tracking.samples_per_step=1000",
     "rollout.stall_timeout_s=8",
     "weight_sync.timeout_s=15",
+    "environment.retries=10",  # an episode that a sync cut lives through several kills on a slow machine
     "recovery.max_restarts=1000",
     "recovery.max_engine_failures=50",
     "resume=auto",
