@@ -49,7 +49,7 @@ ROOMS = {
             "app.rollout.engine.sglang_plugin.delta_loader",
             "app.rollout.engine.sglang_plugin.sparse_tensor",
             "app.weight_sync.delta",
-            "app.weight_sync.snapshot",
+            "app.weight_sync.shard_diff",
         ),
         ("app.rollout.engine.sglang_plugin.entry_points", "app.weight_sync.sender"),
     ),

@@ -1,8 +1,8 @@
 """Training metrics, each with its own denominator, and driver-side metrics of groups.
 
-`TABLE` defines the divisor of every summed training metric. The loss returns raw sums per microbatch, the trainer
-merges them over microbatches and ranks, and `finalize` divides once per update by global counts. A shared divisor or a
-mean of per-rank means would bias the metrics. Group metrics are computed on the driver from raw rewards.
+`TABLE` defines the divisor of every summed training metric. The loss (`loss.py`) returns raw sums per microbatch, the
+trainer merges them over microbatches and ranks, and `finalize` divides once per update by global counts. A shared
+divisor or a mean of per-rank means would bias the metrics. Group metrics are computed on the driver from raw rewards.
 """
 
 import functools

@@ -1,7 +1,7 @@
 """Export of a checkpoint as a Hugging Face directory, for `mode=export` and `checkpoint.export=true`.
 
-One process reads the checkpoint tensor by tensor, whatever number of ranks wrote it. It needs neither Ray nor an engine
-nor an accelerator.
+One process reads the checkpoint tensor by tensor, whatever number of ranks wrote it, and app/model/hf_export.py writes
+them. It needs neither Ray nor an engine nor an accelerator.
 
 Invariants:
 - `export/` is replaced only by a complete directory.

@@ -1,4 +1,4 @@
 """Prompts: loading, templating, tokenization, and the resumable order in which they are dispatched.
 
-`build.build` is the entry point. It returns the training stream (a `PromptCursor`) and the evaluation sets.
+`prompts.build` is the entry point. It returns the training stream (a `PromptCursor`) and the evaluation sets.
 """

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from app.config.data import DataConfig, Template
-from app.data.build import Renderer, control_tokens, encode_text, framed, prompts_of, within_limit
 from app.data.cursor import Epochs, fingerprint, require_same
+from app.data.prompts import Renderer, control_tokens, encode_text, framed, prompts_of, within_limit
 from app.data.row import Row
 from app.errors import ConfigError
 from app.types import Prompt, TokenSequence

@@ -7,7 +7,7 @@ In groups, with the last SYNCED version v, staleness bound S and P prompts per s
 
 Invariants:
     - Every dispatched group ends exactly once: accepted or released.
-    - An accepted group that is too stale when taken is returned, which frees its capacity.
+    - An accepted group that is too stale when taken (`producer.py`) is returned, which frees its capacity.
 
 The formula is AReaL's (arXiv 2505.24298, section 5.1).
 """

@@ -17,8 +17,8 @@ from app.config.placement import PlacementKind
 from app.config.rollout import OWN_HEAD
 from app.config.trainer import Optimizer
 from app.data import rows
-from app.data.build import check_template, conversation, rendering_warnings
 from app.data.counts import describe_rows
+from app.data.prompts import check_template, conversation, rendering_warnings
 from app.data.row import Row
 from app.errors import ConfigError, expect, named
 from app.model.architecture import (

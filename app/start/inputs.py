@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import app.data.build as data
+import app.data.prompts as data
 from app.config import Mode, RunConfig
 from app.data import rows
 from app.data.counts import steps_of_epochs

@@ -2,8 +2,8 @@
 
 After one step at a typical learning rate about 99 % of the 16-bit weights round back to their old value
 (SparseRL-Sync, arXiv 2605.07330; verl, slime and TRL have similar syncs). Every rank keeps a snapshot of its shards at
-the last sync and compares. The changed entries of all ranks are gathered in the coordinates of the checkpoint's
-tensors. rollout/engine/sglang_plugin/delta_loader.py documents the message format.
+the last sync and compares (`shard_diff.py`). The changed entries of all ranks are gathered in the coordinates of the
+checkpoint's tensors. rollout/engine/sglang_plugin/delta_loader.py documents the message format.
 
 Invariants:
     - The snapshot is what the last message was made of, so only a full sync may follow a failed one.
@@ -23,7 +23,7 @@ from app.model.sharding import local_shard, own_rows
 from app.rollout.engine.sglang_plugin.delta_loader import GAPS, HEADER, MORE, VALUES, DeltaHeader, SparseTensorMeta
 from app.weight_sync.buckets import Bucket, ReadyBucket, Receivers, TensorMeta
 from app.weight_sync.gather import all_gather, gather_by_rank, gather_full
-from app.weight_sync.snapshot import Changes, ShardSnapshot, diff_and_replace_all
+from app.weight_sync.shard_diff import Changes, ShardSnapshot, diff_and_replace_all
 
 MAX_ELEMENTS = 2**31 - 1  # of a tensor whose positions fit into int32
 GATHERED_ENTRY_BYTES = 6  # between trainer ranks: int32 position, 16-bit value

@@ -55,27 +55,16 @@ CASES = {
 }
 
 
-def save_model(case: Case, folder: Path, device: str) -> Path:
-    import torch
-
+def save_model(case: Case, folder: Path) -> Path:
     from app.device.torchvision_shim import transformers
-    from tests.bench.random_model import QWEN3_4B
+    from tests.bench.random_model import QWEN3_4B, save_random
 
     if case.model == "qwen3_4b":
-        config = transformers().Qwen3Config(**{**QWEN3_4B, "num_hidden_layers": case.layers}, dtype="bfloat16")
+        config = transformers().Qwen3Config(**{**QWEN3_4B, "num_hidden_layers": case.layers})
     else:  # the default is Qwen3.5-9B
         kinds = transformers().Qwen3_5TextConfig().layer_types[: case.layers]
-        config = transformers().Qwen3_5TextConfig(num_hidden_layers=case.layers, layer_types=kinds, dtype="bfloat16")
-    with torch.device("meta"):
-        model = transformers().AutoModelForCausalLM.from_config(config)
-    model = model.to(torch.bfloat16).to_empty(device=device)
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(0.0, 0.02)
-    model.tie_weights()
-    model.save_pretrained(folder)
-    return folder
+        config = transformers().Qwen3_5TextConfig(num_hidden_layers=case.layers, layer_types=kinds)
+    return save_random(folder, config)
 
 
 def groups_of(case: Case, vocabulary: int) -> list[ScoredGroup]:
@@ -122,7 +111,7 @@ def measure(case: Case, kind: str, folder: Path) -> dict[str, Any]:
 
     device = device_of(DeviceKind[kind])
     module = torch.get_device_module(device.torch_type)
-    path = save_model(case, folder / "model", device.torch_type)
+    path = save_model(case, folder / "model")
     backend = f"cpu:gloo,{device.torch_type}:{device.collective}"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     kernels = kernels_of(device, Compile.auto)

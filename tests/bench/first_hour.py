@@ -14,10 +14,10 @@ deadline; a check that fails does not end the others:
     fully_async         the same with half of the devices for each side
     published, ...      a workload that others published, on their number of devices: our seconds beside theirs
 
-The model is Qwen3-4B. `--tiny` takes the tiny one, which also runs on a CPU; `--random-weights` makes a checkpoint of
-Qwen3-4B's shapes, for a machine without the weights. Checks of fully_async need two devices. Writes one JSON file and
-prints one table; the exit code is 1 if a check failed or differs. What a failed check printed and logged stays in
-`failed/` beside that file.
+The model is Qwen3-4B, or with `model=qwen35_9b` that one. `--tiny` takes the tiny one, which also runs on a CPU;
+`--random-weights` makes a checkpoint of the model's shapes, for a machine without the weights. Checks of fully_async
+need two devices. Writes one JSON file and prints one table; the exit code is 1 if a check failed or differs. What a
+failed check printed and logged stays in `failed/` beside that file.
 """
 
 import argparse
@@ -56,6 +56,7 @@ MISMATCH_BOUND = {"cpu": 1e-6, "cuda": 1e-2, "npu": 1e-2}  # mismatch/kl of on-p
 SLOWEST = 1.5  # measured over planned seconds
 POLL_INTERVAL_S = 0.5
 PASSED, DIFFERS, FAILED, SKIPPED = "ok", "differs", "failed", "not run"
+LARGE = "model=qwen35_9b"
 PACKAGES = ("torch", "sglang", "ray", "transformers")
 
 
@@ -451,11 +452,15 @@ def model_settings(options: argparse.Namespace, folder: Path, devices: int) -> l
         return list(options.settings)
     path = options.model
     if options.random_weights:
-        from tests.bench.random_model import QWEN3_4B, save_random_qwen3  # imports torch
+        from app.device.torchvision_shim import transformers
+        from tests.bench.random_model import QWEN3_4B, qwen35_9b, save_random  # imports torch
 
-        path = save_random_qwen3(folder / "model", QWEN3_4B)
-    model = "experiment=cuda1_colocate_4b" if options.kind == "cuda" and devices == 1 else "model=qwen3_4b"
-    settings = [model, "rollout.max_completion_tokens=1024", "rollout.max_prompt_tokens=512"]
+        config = qwen35_9b() if LARGE in options.settings else transformers().Qwen3Config(**QWEN3_4B)
+        path = save_random(folder / "model", config)
+    settings = ["rollout.max_completion_tokens=1024", "rollout.max_prompt_tokens=512"]
+    if LARGE not in options.settings:
+        one = options.kind == "cuda" and devices == 1
+        settings += ["experiment=cuda1_colocate_4b" if one else "model=qwen3_4b"]
     if path is not None:
         settings += [f"model.path={path}"]
     if options.random_weights:
@@ -469,7 +474,7 @@ def main() -> None:
     parser.add_argument("settings", nargs="*", metavar="SETTING=VALUE", help="of every check")
     parser.add_argument("--tiny", action="store_true", help="the tiny model")
     parser.add_argument("--model", help="folder of Qwen3-4B; default: from the hub")
-    parser.add_argument("--random-weights", action="store_true", help="Qwen3-4B's shapes without its weights")
+    parser.add_argument("--random-weights", action="store_true", help="the model's shapes without its weights")
     parser.add_argument("--steps", type=int, default=10, help="steps of each run (default: %(default)s)")
     parser.add_argument("--only", nargs="*", help="names of checks")
     parser.add_argument("--out", type=Path, default=Path("first_hour.json"), help="default: %(default)s")

@@ -1,5 +1,6 @@
 """Checkpoints with the shapes of real models and random weights, for speed and memory."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,23 +30,47 @@ QWEN3_4B: Mapping[str, Any] = {
     "num_attention_heads": 32,
     "max_position_embeddings": 40960,
 }
+PATCHES = {"patch_size": 16, "temporal_patch_size": 2, "merge_size": 2, "processor_class": "Qwen3VLProcessor"}
+PROCESSORS = {
+    "preprocessor_config.json": PATCHES | {"image_processor_type": "Qwen2VLImageProcessor"},
+    "video_preprocessor_config.json": PATCHES | {"video_processor_type": "Qwen3VLVideoProcessor"},
+}
 VOCABULARY, EOS = 64, 1  # of the model of the comparison with TRL
 
 
-def save_random_qwen3(folder: Path, shapes: Mapping[str, Any]) -> Path:
-    """Save a Qwen3 of these shapes in bfloat16, and a tokenizer; return the folder."""
-    config = transformers().Qwen3Config(**shapes, dtype="bfloat16")
+def qwen35_9b() -> Any:
+    """The configuration of Qwen3.5-9B with its vision tower, as its checkpoint has it; the sizes are the defaults'."""
+    rope = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
+    text = {
+        "rope_parameters": rope | {"mrope_interleaved": True, "mrope_section": [11, 11, 10]},
+        "full_attention_interval": 4,  # SGLang reads this, transformers the layers' types
+        "tie_word_embeddings": False,
+    }
+    vision = {"out_hidden_size": 4096}
+    return transformers().Qwen3_5Config(text_config=text, vision_config=vision, tie_word_embeddings=False)
+
+
+def save_random(folder: Path, config: Any) -> Path:
+    """Save a model of this configuration with random weights in bfloat16, and a tokenizer; return the folder."""
+    sees = hasattr(config, "vision_config")
+    kind = transformers().AutoModelForImageTextToText if sees else transformers().AutoModelForCausalLM
     torch.manual_seed(0)
     with torch.device("meta"):
-        model = transformers().Qwen3ForCausalLM(config)
-    # A GPU draws 4B numbers in a second, a CPU in a minute.
-    model = model.to(torch.bfloat16).to_empty(device="cuda" if torch.cuda.is_available() else "cpu")
+        model = kind.from_config(config)
+    # A card draws 4B numbers in a second, a CPU in a minute.
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    model = model.to(torch.bfloat16).to_empty(device=device)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0.0, 0.02)
     model.tie_weights()
+    tokenizer = build_tokenizer(4096)
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.save_pretrained(folder)
-    build_tokenizer(4096).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    if sees:  # SGLang makes the processor of images, also for text alone
+        for name, processor in PROCESSORS.items():
+            (folder / name).write_text(json.dumps(processor))
     return folder
 
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from app.config.data import DataConfig, Template
 from app.data import rows
-from app.data.build import PromptData, build, rendering_warnings
+from app.data.prompts import PromptData, build, rendering_warnings
 from app.model.hf_directory import load_tokenizer
 from app.types import Prompt
 from tests.byte_level import write_tokenizer

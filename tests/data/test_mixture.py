@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.config.data import DataConfig, TrainSetConfig
-from app.data.build import build
 from app.data.cursor import PromptCursor
+from app.data.prompts import build
 from app.types import Prompt
 from tests.refusals import refused
 

@@ -9,7 +9,7 @@ import pytest
 
 from app.config.data import DataConfig
 from app.data import rows, user_rows
-from app.data.build import build
+from app.data.prompts import build
 from tests.refusals import refused
 
 

@@ -22,7 +22,7 @@ from app.rollout.engine.sglang_plugin.sparse_tensor import SparseTensor
 from app.weight_sync import snapshot as snapshots
 from app.weight_sync.buckets import Bucket, Receivers, TensorMeta, plan_buckets
 from app.weight_sync.delta import DeltaEncoder, encode_gaps, max_header_bytes
-from app.weight_sync.snapshot import CPU_CHUNK, ShardSnapshot, diff_and_replace_all
+from app.weight_sync.shard_diff import CPU_CHUNK, ShardSnapshot, diff_and_replace_all
 from tests.trainer.ranks import processes
 
 ROWS, ROW = 6, 10

@@ -11,7 +11,7 @@ import pyarrow.parquet
 import pytest
 
 from app.config.data import DataConfig, GeneratedConfig, Template
-from app.data.build import build
+from app.data.prompts import build
 
 SMALL = GeneratedConfig(problems=40, eval_problems=8)
 
