@@ -9,6 +9,7 @@ FSDP2's collectives run beside them. Not counted: copies inside of FSDP2, prefil
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from app.config.device import DeviceKind
@@ -31,7 +32,11 @@ CASES = {
     "9B, A3 die": "experiment=npu4_colocate_9b",
     "card_run_h100.json": "experiment=cuda1_colocate_4b algorithm.prompts_per_step=8 "
     "rollout.max_completion_tokens=1024 rollout.max_prompt_tokens=44",  # the length of its prompts
+    "card_run_h200.json": "model=qwen35_9b device=cuda placement=colocate placement.devices=1 "
+    "rollout.tensor_parallel=1 algorithm.prompts_per_step=8 rollout.max_completion_tokens=1024 "
+    "rollout.max_prompt_tokens=6 trainer.tokens_per_microbatch=8192 trainer.optimizer=sgd device.memory_gib=139.8",
 }
+H200_GB_PER_S = 4800.0  # NVIDIA's H200 datasheet
 # One way: half of NVLink's 900 (NVIDIA's H100 datasheet); a die's half of an Ascend 910C's 392 (arXiv 2506.12708).
 LINK_GB_PER_S = {DeviceKind.cuda: 450.0, DeviceKind.npu: 196.0}
 PARTS = LINEAR, OTHER, PRODUCTS, ATTENTION = "linear attention", "other kernels", "products", "attention"
@@ -86,6 +91,8 @@ def kernels_of(name: str, counts: Any, what: Checkpointing, tokens: int, sampled
 def sheet(*overrides: str) -> dict[str, Any]:
     config = composed(*overrides)
     device, model = device_of(config.device.kind), KNOWN[str(config.model.path)]
+    if (config.device.memory_gib or 0) > 100:
+        device = replace(device, memory_gb_per_s=H200_GB_PER_S)
     what = with_memory_settings(config, device, model).trainer.activation_checkpointing
     flags = engine_flags(config, device)
     engine = plan_memory(config, device, model, flags).engine

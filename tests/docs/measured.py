@@ -17,6 +17,7 @@ from tests.docs.markdown import PAGES, ROOT
 RESULTS = ROOT / "tests" / "bench" / "results"
 BLOCK = re.compile(r"(<!-- measured: (\w+) -->\n)(.*?)(<!-- end -->)", re.S)
 WIDTH = 128
+CARDS = {"card_run_h100.json": "Qwen3-4B on one H100", "card_run_h200.json": "Qwen3.5-9B on one H200, SGD"}
 
 Result = Mapping[str, Any]
 
@@ -229,21 +230,23 @@ def at_peak(part: Result) -> str:
 
 def roofline() -> str:
     """Presets at the peaks of their devices, and a card's run beside its own."""
-    cases, run = load("roofline")["cases"], load("card_run_h100")["runs"]["qwen3_4b"]
-    *shown, peak = cases.values()
-    table = header("", *list(cases)[:-1])
+    cases = load("roofline")["cases"]
+    shown = [case for name, case in cases.items() if name not in CARDS]
+    table = header("", *(name for name in cases if name not in CARDS))
     sizes = [f"{each['microbatches']:.0f} × {each['tokens']:,} tokens, `{each['recomputation']}`" for each in shown]
     table += row("microbatches", *sizes)
-    for name in peak["parts"]:
+    for name in shown[0]["parts"]:
         cells = [at_peak(each["parts"][name]) for each in shown]
         table += row(name, *cells) if set(cells) != {"–"} else ""
-    for name in peak["totals"]:
+    for name in shown[0]["totals"]:
         table += row(f"**{name}**", *(f"{each['totals'][name]:,.4g}" for each in shown))
 
-    table += "\n" + header("Qwen3-4B on one H100", "at the peaks", "`mode=plan`", "measured")
-    for name, series in (("generate, s", "time/generate"), ("train, s", "time/train"), ("MFU", "trainer/mfu")):
-        measured = number(spread(run[series][1:], 2), ".2f")  # the first step compiles
-        table += row(name, f"{peak['totals'][name]:.2f}", f"{peak['plan'][name]:.2f}", measured)
+    for card, title in CARDS.items():
+        peak, (*_, run) = cases[card], load(card.removesuffix(".json"))["runs"].values()
+        table += "\n" + header(title, "at the peaks", "`mode=plan`", "measured")
+        for name, series in (("generate, s", "time/generate"), ("train, s", "time/train"), ("MFU", "trainer/mfu")):
+            measured = number(spread(run[series][1:], 2), ".2f")  # the first step compiles
+            table += row(name, f"{peak['totals'][name]:.2f}", f"{peak['plan'][name]:.2f}", measured)
     return table
 
 

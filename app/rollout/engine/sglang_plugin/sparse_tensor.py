@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map, tree_map_only
 
 aten = torch.ops.aten
 
@@ -71,7 +71,7 @@ class SparseTensor(Tensor):
 
         if not function.is_view and function is not aten.detach.default:
             raise RuntimeError(f"the model's loader computes {function}, which needs the whole tensor")
-        views = function(*tree_map(_layout, args), **kwargs)
+        views = function(*tree_map_only(SparseTensor, lambda known: known.layout_, args), **kwargs)
         return tree_map(lambda view: SparseTensor(view, source.position, source.value, source.hits), views)
 
     def write(self, target: Tensor) -> None:
@@ -93,10 +93,6 @@ class SparseTensor(Tensor):
         offset = offset[covered]
         _flat(target)[offset] = self.value[covered].to(target.dtype)
         self.hits.append(offset.numel())
-
-
-def _layout(argument: Any) -> Any:
-    return argument.layout_ if isinstance(argument, SparseTensor) else argument
 
 
 def _offsets(remainder: Tensor, view: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
