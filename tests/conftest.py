@@ -216,19 +216,7 @@ def server_spec(
 
 def make_engine(model: Path, folder: Path, *, name: str = "engine 0", seed: int = 0, **flags: Any) -> "RemoteEngine":
     """An engine host of our own making, not started: `asyncio.run(make_engine(...).start(300))`."""
-    import ray
+    from tests.rollout.support import host_spec, remote
 
-    from app.rollout.engine.host import EngineHost
-    from app.rollout.engine.remote import RemoteEngine
-    from app.rollout.engine.server_connection import HostSpec
-
-    spec = HostSpec(
-        name=name,
-        start_timeout_s=300,
-        stall_timeout_s=60,
-        releases_memory=False,
-        log=folder / f"{name.replace(' ', '_')}_host.log",
-        server=server_spec(model, folder, name=name, seed=seed, **flags),
-    )
-    actor = ray.remote(EngineHost).options(max_concurrency=1024, num_cpus=0).remote(spec)
-    return RemoteEngine(name, actor)
+    server = server_spec(model, folder, name=name, seed=seed, **flags)
+    return remote(host_spec(folder, name=name, server=server))

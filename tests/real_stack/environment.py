@@ -75,17 +75,8 @@ def newest_python() -> str:
 
 
 def _pip(python: Path, *arguments: str) -> None:
-    _run(
-        str(python),
-        "-m",
-        "pip",
-        "--disable-pip-version-check",
-        "--quiet",
-        "--quiet",
-        "install",
-        "--no-compile",
-        *arguments,
-    )
+    options = ("--disable-pip-version-check", "--quiet", "--quiet")
+    _run(str(python), "-m", "pip", *options, "install", "--no-compile", *arguments)
 
 
 def _run(*command: str, cwd: Path = ROOT, **variables: str) -> None:
