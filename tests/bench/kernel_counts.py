@@ -8,30 +8,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 # Operators that move no bytes: views, allocations, and what only looks at a tensor's metadata.
-VIEWS = {
-    "_reshape_alias",
-    "_unsafe_view",
-    "alias",
-    "as_strided",
-    "chunk",
-    "detach",
-    "expand",
-    "lift_fresh",
-    "narrow",
-    "permute",
-    "reshape",
-    "select",
-    "slice",
-    "split",
-    "split_with_sizes",
-    "squeeze",
-    "t",
-    "transpose",
-    "unbind",
-    "unfold",
-    "unsqueeze",
-    "view",
-}
+VIEWS = {"_reshape_alias", "_unsafe_view", "alias", "as_strided", "chunk", "detach", "expand", "lift_fresh", "narrow"}
+VIEWS |= {"permute", "reshape", "select", "slice", "split", "split_with_sizes", "squeeze", "t", "transpose", "unbind"}
+VIEWS |= {"unfold", "unsqueeze", "view"}
 ALLOCATIONS = ("empty", "new_empty")
 
 
