@@ -21,8 +21,9 @@ from typing import Any
 import numpy as np
 
 from app.config.trainer import Checkpointing
-from app.types import Completion, FinishReason, Group, Prompt, ScoredGroup, Trajectory, VersionSpan
+from app.types import Prompt, ScoredGroup
 from tests.bench.machine import MIB, machine, publish
+from tests.bench.trainer import random_group, tokens
 
 PROMPT_TOKENS = 128
 GROUP_SIZE = 8
@@ -69,33 +70,14 @@ def save_model(case: Case, folder: Path) -> Path:
 
 def groups_of(case: Case, vocabulary: int) -> list[ScoredGroup]:
     random = np.random.default_rng(0)
-
-    def tokens(count: int) -> np.ndarray:
-        return random.integers(0, vocabulary, count).astype(np.int32)
-
     groups = []
     for first in range(0, len(case.lengths), GROUP_SIZE):
-        prompt = Prompt(f"bench/{first}@0", tokens(PROMPT_TOKENS), "", "bench")
-        members = tuple(
-            Trajectory(
-                prompt,
-                Completion(
-                    tokens(length),
-                    np.full(length, -np.log(vocabulary), np.float32),
-                    FinishReason.stop,
-                    (VersionSpan(0, 0, length),),
-                ),
-                "",
-                reward=0.0,
-            )
-            for length in case.lengths[first : first + GROUP_SIZE]
-        )
-        groups.append(ScoredGroup(Group(prompt, members), random.normal(size=len(members)).astype(np.float32)))
+        prompt = Prompt(f"bench/{first}@0", tokens(random, PROMPT_TOKENS, vocabulary), "", "bench")
+        groups.append(random_group(prompt, case.lengths[first : first + GROUP_SIZE], random, vocabulary))
     return groups
 
 
 def measure(case: Case, kind: str, folder: Path) -> dict[str, Any]:
-
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
