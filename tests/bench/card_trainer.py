@@ -57,15 +57,9 @@ CASES = {
 
 
 def save_model(case: Case, folder: Path) -> Path:
-    from app.device.torchvision_shim import transformers
-    from tests.bench.random_model import QWEN3_4B, save_random
+    from tests.bench.random_model import save_random, text_config
 
-    if case.model == "qwen3_4b":
-        config = transformers().Qwen3Config(**{**QWEN3_4B, "num_hidden_layers": case.layers})
-    else:  # the default is Qwen3.5-9B
-        kinds = transformers().Qwen3_5TextConfig().layer_types[: case.layers]
-        config = transformers().Qwen3_5TextConfig(num_hidden_layers=case.layers, layer_types=kinds)
-    return save_random(folder, config)
+    return save_random(folder, text_config(case.model, case.layers))
 
 
 def groups_of(case: Case, vocabulary: int) -> list[ScoredGroup]:
