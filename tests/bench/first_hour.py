@@ -212,7 +212,7 @@ def read_run(config: RunConfig, folder: Path, _output: str) -> tuple[dict[str, A
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "time/step" in line][1:]
     kind = config.device.kind.name
-    measured = {name: [step[name] for step in steps if name in step] for name in SHOWN}
+    measured = {name: [step[name] for step in steps if name in step] for name in SHOWN.split()}
     values = {name: median_high(found) for name, found in measured.items() if found}
 
     on_policy = [step["mismatch/kl"] for step in steps if step["staleness/max"] == 0]
@@ -230,18 +230,9 @@ def read_run(config: RunConfig, folder: Path, _output: str) -> tuple[dict[str, A
 
 
 SHOWN = (
-    "time/step",
-    "time/generate",
-    "time/train",
-    "time/sync",
-    "time/wait",
-    "throughput/completion_tokens_per_second",
-    "trainer/tokens_per_second",
-    "trainer/tokens",
-    "trainer/mfu",
-    "completion/length_mean",
-    "rollout/discarded_fraction",
-    "sync/load_seconds",
+    "time/step time/generate time/train time/sync time/wait throughput/completion_tokens_per_second "
+    "trainer/tokens_per_second trainer/tokens trainer/mfu completion/length_mean rollout/discarded_fraction "
+    "sync/load_seconds"
 )
 
 

@@ -22,30 +22,14 @@ from tests.real_stack.stub import stub_cuda_driver
 # A server's environment, as `app/rollout/engine/launcher.py` and `app/device/cuda.py` make it.
 ENGINE = {"SGLANG_EXTERNAL_MODEL_PACKAGE": "app.rollout.engine.sglang_plugin.models", "POSTTRAIN_ENGINE_DEVICE": "cuda"}
 WITHOUT_DRIVER = (
-    "torch",
-    "torchvision",
-    "torchaudio",
-    "flashinfer",
-    "torch_memory_saver",
-    "fla",
-    "flash_attn.cute",
-    "deep_gemm",
-    "ray",
-    "renderers",
-    "sglang.srt.entrypoints.http_server",
-    "sglang.srt.managers.scheduler",
-    "app.rollout.engine.launcher",
-    "app.trainer.rank",
+    "torch torchvision torchaudio flashinfer torch_memory_saver fla flash_attn.cute deep_gemm ray renderers "
+    "sglang.srt.entrypoints.http_server sglang.srt.managers.scheduler app.rollout.engine.launcher "
+    "app.trainer.rank"
 )
 WITH_DRIVER = (
-    "sgl_kernel",
-    "sgl_kernel.flash_attn",
-    "flashinfer.decode",
-    "sglang.srt.layers.attention.flashattention_backend",
-    "sglang.srt.layers.attention.linear.gdn_backend",
-    "sglang.srt.models.qwen3",
-    "sglang.srt.models.qwen3_5",
-    "sglang.srt.managers.scheduler",
+    "sgl_kernel sgl_kernel.flash_attn flashinfer.decode sglang.srt.layers.attention.flashattention_backend "
+    "sglang.srt.layers.attention.linear.gdn_backend sglang.srt.models.qwen3 sglang.srt.models.qwen3_5 "
+    "sglang.srt.managers.scheduler"
 )
 LEAST_HOOKS = 7
 COMPILE_TABLE = "tests/model/test_kernels.py::test_recomputed_layers_take_the_graphs_of_their_forward"
@@ -54,7 +38,7 @@ OF_THE_MACHINE = OF_EVERY_MACHINE | {"nvidia-smi", "limits"}
 
 def imports_without_a_driver() -> Any:
     """What a trainer rank and the launcher import needs no driver."""
-    return _imported(WITHOUT_DRIVER)
+    return _imported(WITHOUT_DRIVER.split())
 
 
 def imports_with_a_driver() -> Any:
@@ -62,7 +46,7 @@ def imports_with_a_driver() -> Any:
     from tests.real_stack import fake_gpu
 
     fake_gpu.pretend(1)
-    return _imported(WITH_DRIVER)
+    return _imported(WITH_DRIVER.split())
 
 
 def _imported(modules: Sequence[str]) -> dict[str, list[str]]:
