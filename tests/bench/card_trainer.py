@@ -56,12 +56,6 @@ CASES = {
 }
 
 
-def save_model(case: Case, folder: Path) -> Path:
-    from tests.bench.random_model import save_random, text_config
-
-    return save_random(folder, text_config(case.model, case.layers))
-
-
 def groups_of(case: Case, vocabulary: int) -> list[ScoredGroup]:
     random = np.random.default_rng(0)
     groups = []
@@ -84,10 +78,11 @@ def measure(case: Case, kind: str, folder: Path) -> dict[str, Any]:
     from app.model.load import load
     from app.trainer.optimizer import PolicyOptimizer
     from app.trainer.step import StepSettings, TrainStep
+    from tests.bench.random_model import save_random, text_config
 
     device = device_of(DeviceKind[kind])
     module = torch.get_device_module(device.torch_type)
-    path = save_model(case, folder / "model")
+    path = save_random(folder / "model", text_config(case.model, case.layers))
     backend = f"cpu:gloo,{device.torch_type}:{device.collective}"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     kernels = kernels_of(device, Compile.auto)

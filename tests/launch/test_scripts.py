@@ -69,20 +69,18 @@ def test_a_cluster_offers_each_devices_resource() -> None:
     assert '--resources={"NPU":4}' in start("npu").replace("\\", "")
 
 
-JOIN = ["launch/ray_cluster.sh", "--dry-run", "--device", "cuda", "--devices", "8", "worker", "10.0.0.1"]
-
-
 def test_a_cluster_has_a_token(tmp_path: Path) -> None:
-    head = ["launch/ray_cluster.sh", "--dry-run", "--device", "cuda", "--devices", "8", "head"]
+    cluster = ["launch/ray_cluster.sh", "--dry-run", "--device", "cuda", "--devices", "8"]
+    head, worker = [*cluster, "head"], [*cluster, "worker", "10.0.0.1"]
     there = {"HOME": str(tmp_path), "RAY": "ray"}
     assert bash(*head, **there).stdout.startswith("ray get-auth-token --generate")
-    refused = bash(*JOIN, **there)
+    refused = bash(*worker, **there)
     assert refused.returncode == 2
     assert "copy ~/.ray/auth_token from the head" in refused.stderr
     (tmp_path / ".ray").mkdir()
     (tmp_path / ".ray" / "auth_token").write_text("secret")
     assert bash(*head, **there).stdout.startswith("ray start --head")
-    assert bash(*JOIN, **there).returncode == 0
+    assert bash(*worker, **there).returncode == 0
 
 
 def test_slurm_starts_a_head_a_worker_and_the_application() -> None:

@@ -34,7 +34,8 @@ def npu_environment(folder: Path) -> tuple[Path, Path]:
     _run(newest_python(), "-m", "venv", str(environment))
     python = environment / "bin" / "python"
     pins = pins_of("npu")
-    torch = [f"torch=={pins['torch']}", f"torchvision=={docker_argument('TORCHVISION_VERSION')}"]
+    arguments = dict(ARGUMENT.findall((ROOT / "Dockerfile.npu").read_text()))
+    torch = [f"torch=={pins['torch']}", f"torchvision=={arguments['TORCHVISION_VERSION']}"]
     constraints = folder / "constraints.txt"
     constraints.write_text("\n".join([*torch, f"transformers=={pins['transformers']}"]))
 
@@ -61,10 +62,6 @@ def without_dependencies() -> list[str]:
     """SGLang and what it imports of its accelerator stack, without torch's family."""
     text = (ROOT / REQUIREMENTS / "cpu-no-deps.txt").read_text()
     return [f"{name}=={pin}" for name, pin in PINNED.findall(text) if name not in ("torchvision", "triton")]
-
-
-def docker_argument(name: str) -> str:
-    return dict(ARGUMENT.findall((ROOT / "Dockerfile.npu").read_text()))[name]
 
 
 def newest_python() -> str:

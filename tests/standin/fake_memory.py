@@ -149,10 +149,6 @@ def empty_on(tensor: torch.Tensor, device: Any) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
 
 
-def _unchanged(sums: Any) -> Any:
-    return sums
-
-
 @contextmanager
 def without_values() -> Iterator[None]:
     """Replace everything that reads a value of a fake tensor."""
@@ -188,7 +184,7 @@ def without_values() -> Iterator[None]:
         mock.patch.object(optimizer, "grad_norm", known_norm),
         mock.patch.object(step, "adapter_metrics", return_value={}),
         mock.patch.object(step, "update_metrics", return_value={}),
-        mock.patch.object(RawSums, "all_reduce", _unchanged),
+        mock.patch.object(RawSums, "all_reduce", lambda sums: sums),
         mock.patch.object(UnreadSums, "read", return_value=RawSums(demonstrated=1.0, sums=dict.fromkeys(TABLE, 1.0))),
     ):
         yield

@@ -71,7 +71,7 @@ def _corrupt(model: Any, tokenizer: Any, train: Sequence[Row], held_out: Rows, r
 
     # Row i is correct, row i + len(train) has the mistake.
     correct = [(row.question, row.answer) for row in train]
-    mistaken = [(row.question, _mistake(row.answer)) for row in train]
+    mistaken = [(row.question, str(int(row.answer) + 10)) for row in train]
     rows = encode(tokenizer, correct + mistaken)
 
     lr = CORRUPT_LR
@@ -90,7 +90,3 @@ def _corrupt(model: Any, tokenizer: Any, train: Sequence[Row], held_out: Rows, r
             lr /= 2
 
     raise RuntimeError(f"no step of the warm-up ended between {low:.2f} and {high:.2f}; the last one at {accuracy:.2f}")
-
-
-def _mistake(answer: str) -> str:
-    return str(int(answer) + 10)
