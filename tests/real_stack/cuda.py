@@ -6,9 +6,9 @@ import inspect
 import io
 import json
 import multiprocessing
-import re
 import subprocess
 import sys
+import tomllib
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -66,10 +66,8 @@ def requirements() -> Any:
 
     from packaging.requirements import Requirement
 
-    project = (ROOT / "pyproject.toml").read_text()
-    (listed,) = re.findall(r"^dependencies = \[\n(.*?)^\]", project, re.M | re.S)
-    (extra,) = re.findall(r"^cuda = \[(.*)\]$", project, re.M)
-    names = [Requirement(text) for text in re.findall(r'"([^"]+)"', listed + extra)]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    names = [Requirement(each) for each in (*project["dependencies"], *project["optional-dependencies"]["cuda"])]
     wrong = {str(each): version(each.name) for each in names if not each.specifier.contains(version(each.name))}
     assert not wrong, wrong
     return {each.name: version(each.name) for each in names}
