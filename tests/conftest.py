@@ -164,10 +164,7 @@ def start(tmp_path: Path, tiny_model: Path) -> Iterator[Callable[..., Run]]:
 @pytest.fixture(scope="session")
 def engine(ray_session: None, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator["RemoteEngine"]:
     """One SGLang server with the tiny model, behind its host actor. Tests leave it idle, with these weights."""
-    started = make_engine(tiny_model, tmp_path_factory.mktemp("engine"))
-    asyncio.run(started.start(300))
-    yield started
-    asyncio.run(started.stop())
+    yield from running(make_engine(tiny_model, tmp_path_factory.mktemp("engine")))
 
 
 @pytest.fixture(scope="session")
@@ -179,10 +176,13 @@ def engine_with_adapters(
     from tests.rollout.support import without_end
 
     folder = tmp_path_factory.mktemp("adapters")
-    started = adapter_engine(without_end(tiny_model, folder), folder, name="engine 0")
-    asyncio.run(started.start(300))
-    yield started
-    asyncio.run(started.stop())
+    yield from running(adapter_engine(without_end(tiny_model, folder), folder, name="engine 0"))
+
+
+def running(engine: "RemoteEngine") -> Iterator["RemoteEngine"]:
+    asyncio.run(engine.start(300))
+    yield engine
+    asyncio.run(engine.stop())
 
 
 def server_spec(
@@ -216,19 +216,7 @@ def server_spec(
 
 def make_engine(model: Path, folder: Path, *, name: str = "engine 0", seed: int = 0, **flags: Any) -> "RemoteEngine":
     """An engine host of our own making, not started: `asyncio.run(make_engine(...).start(300))`."""
-    import ray
+    from tests.rollout.support import host_spec, remote
 
-    from app.rollout.engine.host import EngineHost
-    from app.rollout.engine.remote import RemoteEngine
-    from app.rollout.engine.server_connection import HostSpec
-
-    spec = HostSpec(
-        name=name,
-        start_timeout_s=300,
-        stall_timeout_s=60,
-        releases_memory=False,
-        log=folder / f"{name.replace(' ', '_')}_host.log",
-        server=server_spec(model, folder, name=name, seed=seed, **flags),
-    )
-    actor = ray.remote(EngineHost).options(max_concurrency=1024, num_cpus=0).remote(spec)
-    return RemoteEngine(name, actor)
+    server = server_spec(model, folder, name=name, seed=seed, **flags)
+    return remote(host_spec(folder, name=name, server=server))

@@ -295,7 +295,6 @@ class SimTrainer:
     busy: float = 0.0
     open: int | None = None
     fed: list[Group] = field(default_factory=list)
-    demonstrated: list[TokenSequence] = field(default_factory=list)
     trained: list[tuple[int, list[Group]]] = field(default_factory=list)  # version trained, groups
     finished_at: list[float] = field(default_factory=list)
     calls: int = 0
@@ -330,9 +329,7 @@ class SimTrainer:
         self.open, self.fed = None, []
         self._raise("abort_step")
 
-    async def add_demonstrations(self, sequences: Sequence[TokenSequence]) -> None:
-        assert self.open is not None
-        self.demonstrated += sequences
+    async def add_demonstrations(self, sequences: Sequence[TokenSequence]) -> None: ...
 
     async def logprobs(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]:
         return [sequence.logprobs for sequence in sequences]

@@ -9,7 +9,6 @@ import pytest
 
 from tests.folders import ROOT
 
-CONSOLE_SCRIPT = "import sys\nfrom app.main import cli\nsys.exit(cli())\n"  # as pip writes it
 HELPERS = """
 import asyncio
 from app.cluster.process_reaper import process_reaper
@@ -39,20 +38,6 @@ def cwd(tmp_path: Path) -> Path:
     return folder
 
 
-def posttrain(*arguments: str, cwd: Path, code: str = CONSOLE_SCRIPT) -> subprocess.CompletedProcess[str]:
-    script = cwd.parent / "bin" / "posttrain"
-    script.parent.mkdir()
-    script.write_text(code)
-    return subprocess.run(
-        [sys.executable, str(script), *arguments],
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},  # stands for the installation
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-
-
 def test_the_public_names_import_no_heavy_library() -> None:
     names = "import sys, app; [getattr(app, name) for name in app.__all__]"
     heavy = "print(sorted({'torch', 'sglang', 'ray', 'transformers'} & set(sys.modules)))"
@@ -60,6 +45,10 @@ def test_the_public_names_import_no_heavy_library() -> None:
     assert done.stdout == "[]\n", done.stderr
 
 
-def test_the_process_reaper_and_the_reward_workers_do_not_import_it(cwd: Path) -> None:
-    result = posttrain(cwd=cwd, code=HELPERS)
+def test_the_process_reaper_and_the_reward_workers_do_not_import_it(cwd: Path, tmp_path: Path) -> None:
+    script = tmp_path / "posttrain"
+    script.write_text(HELPERS)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}  # stands for the installation
+    command = [sys.executable, str(script)]
+    result = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=280)
     assert (result.stdout, result.stderr) == ("True\n", "")

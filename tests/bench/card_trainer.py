@@ -21,8 +21,9 @@ from typing import Any
 import numpy as np
 
 from app.config.trainer import Checkpointing
-from app.types import Completion, FinishReason, Group, Prompt, ScoredGroup, Trajectory, VersionSpan
+from app.types import Prompt, ScoredGroup
 from tests.bench.machine import MIB, machine, publish
+from tests.bench.trainer import random_group, tokens
 
 PROMPT_TOKENS = 128
 GROUP_SIZE = 8
@@ -55,47 +56,16 @@ CASES = {
 }
 
 
-def save_model(case: Case, folder: Path) -> Path:
-    from app.device.torchvision_shim import transformers
-    from tests.bench.random_model import QWEN3_4B, save_random
-
-    if case.model == "qwen3_4b":
-        config = transformers().Qwen3Config(**{**QWEN3_4B, "num_hidden_layers": case.layers})
-    else:  # the default is Qwen3.5-9B
-        kinds = transformers().Qwen3_5TextConfig().layer_types[: case.layers]
-        config = transformers().Qwen3_5TextConfig(num_hidden_layers=case.layers, layer_types=kinds)
-    return save_random(folder, config)
-
-
 def groups_of(case: Case, vocabulary: int) -> list[ScoredGroup]:
     random = np.random.default_rng(0)
-
-    def tokens(count: int) -> np.ndarray:
-        return random.integers(0, vocabulary, count).astype(np.int32)
-
     groups = []
     for first in range(0, len(case.lengths), GROUP_SIZE):
-        prompt = Prompt(f"bench/{first}@0", tokens(PROMPT_TOKENS), "", "bench")
-        members = tuple(
-            Trajectory(
-                prompt,
-                Completion(
-                    tokens(length),
-                    np.full(length, -np.log(vocabulary), np.float32),
-                    FinishReason.stop,
-                    (VersionSpan(0, 0, length),),
-                ),
-                "",
-                reward=0.0,
-            )
-            for length in case.lengths[first : first + GROUP_SIZE]
-        )
-        groups.append(ScoredGroup(Group(prompt, members), random.normal(size=len(members)).astype(np.float32)))
+        prompt = Prompt(f"bench/{first}@0", tokens(random, PROMPT_TOKENS, vocabulary), "", "bench")
+        groups.append(random_group(prompt, case.lengths[first : first + GROUP_SIZE], random, vocabulary))
     return groups
 
 
 def measure(case: Case, kind: str, folder: Path) -> dict[str, Any]:
-
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -108,10 +78,11 @@ def measure(case: Case, kind: str, folder: Path) -> dict[str, Any]:
     from app.model.load import load
     from app.trainer.optimizer import PolicyOptimizer
     from app.trainer.step import StepSettings, TrainStep
+    from tests.bench.random_model import save_random, text_config
 
     device = device_of(DeviceKind[kind])
     module = torch.get_device_module(device.torch_type)
-    path = save_model(case, folder / "model")
+    path = save_random(folder / "model", text_config(case.model, case.layers))
     backend = f"cpu:gloo,{device.torch_type}:{device.collective}"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     kernels = kernels_of(device, Compile.auto)

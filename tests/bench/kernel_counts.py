@@ -8,30 +8,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 # Operators that move no bytes: views, allocations, and what only looks at a tensor's metadata.
-VIEWS = {
-    "_reshape_alias",
-    "_unsafe_view",
-    "alias",
-    "as_strided",
-    "chunk",
-    "detach",
-    "expand",
-    "lift_fresh",
-    "narrow",
-    "permute",
-    "reshape",
-    "select",
-    "slice",
-    "split",
-    "split_with_sizes",
-    "squeeze",
-    "t",
-    "transpose",
-    "unbind",
-    "unfold",
-    "unsqueeze",
-    "view",
-}
+VIEWS = {"_reshape_alias", "_unsafe_view", "alias", "as_strided", "chunk", "detach", "expand", "lift_fresh", "narrow"}
+VIEWS |= {"permute", "reshape", "select", "slice", "split", "split_with_sizes", "squeeze", "t", "transpose", "unbind"}
+VIEWS |= {"unfold", "unsqueeze", "view"}
 ALLOCATIONS = ("empty", "new_empty")
 
 
@@ -50,28 +29,22 @@ class KernelCounts(TorchDispatchMode):
         smallest: An operator counts if one of its tensors has as many elements.
 
     Attributes:
-        kernels: Operators so far.
-        bytes: Of their inputs and outputs.
-        names: The same operators by name, and `sizes` their bytes.
+        names: How many operators of each name there were, and `sizes` the bytes of their inputs and outputs.
     """
 
     def __init__(self, *, smallest: int = 0) -> None:
         super().__init__()
         self.smallest = smallest
-        self.kernels = 0
-        self.bytes = 0
         self.names: Counter[str] = Counter()
         self.sizes: Counter[str] = Counter()
 
     def add(self, name: str, size: int, kernels: int = 1) -> None:
-        self.kernels += kernels
-        self.bytes += size
         self.names[name] += kernels
         self.sizes[name] += size
 
     def found(self) -> dict[str, Any]:
         by_name = {"names": dict(sorted(self.names.items())), "sizes": dict(sorted(self.sizes.items()))}
-        return {"kernels": self.kernels, "bytes": self.bytes, **by_name}
+        return {"kernels": self.names.total(), "bytes": self.sizes.total(), **by_name}
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:

@@ -43,7 +43,7 @@ from app.model.lm_head import token_logprobs
 from app.model.packing import Packing
 from app.model.policy import PolicyModel
 from tests.bench.kernel_counts import KernelCounts, bytes_of
-from tests.bench.random_model import QWEN3_4B
+from tests.bench.random_model import QWEN3_4B, text_config
 from tests.standin.elementwise_double import DOUBLE
 
 TOKENS = 8192
@@ -210,13 +210,7 @@ def hidden_states(width: int) -> Tensor:
 
 def config_of(model: str) -> Any:
     """Its shapes, with one layer of each kind."""
-    auto = transformers()
-    if model == "Qwen3-4B":
-        return auto.Qwen3Config(**{**QWEN3_4B, "num_hidden_layers": 1})
-    config = auto.Qwen3_5TextConfig()
-    config.num_hidden_layers = 4
-    config.layer_types = config.layer_types[:4]
-    return config
+    return text_config("qwen3_4b", 1) if model == "Qwen3-4B" else text_config("qwen35_9b", 4)
 
 
 def parts_of(model: str) -> dict[str, int]:

@@ -28,11 +28,10 @@ from app.device.base import LinearKernels
 from app.device.torchvision_shim import transformers
 from app.model import attention, packing
 from app.model.packing import Packing
+from tests.bench.kernel_counts import ALLOCATIONS, VIEWS, bytes_of
 
 TOKENS = 8192
 SEQUENCES = {"one sequence": 1, "four sequences": 4, "sixteen sequences": 16}
-VIEWS = {"_unsafe_view", "_reshape_alias", "alias", "as_strided", "detach", "expand", "lift_fresh", "permute"}
-VIEWS |= {"select", "slice", "split", "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unsqueeze", "view"}
 
 
 class Counter(TorchDispatchMode):
@@ -46,22 +45,14 @@ class Counter(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         name = func._schema.name.removeprefix("aten::")
         # The chunks of a sequence are counted on the host, as fla does.
-        if name not in VIEWS and not name.startswith(("empty", "new_empty")) and out is not None:
+        if name not in VIEWS and not name.startswith(ALLOCATIONS) and out is not None:
             self.count((args, kwargs, out))
         return out
 
     def count(self, tensors: Any) -> None:
         moved = {id(each): each for each in tree_leaves(tensors) if isinstance(each, Tensor) and each.is_meta}
         self.kernels += bool(moved)
-        self.bytes += sum(map(size, moved.values()))
-
-
-def size(tensor: Tensor) -> int:
-    """Bytes of the elements, each expanded dimension counted once."""
-    elements = 1
-    for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        elements *= length if stride else 1
-    return elements * tensor.element_size()
+        self.bytes += sum(map(bytes_of, moved.values()))
 
 
 @contextmanager

@@ -1,15 +1,13 @@
 """The machine of a measurement, and memory from /proc."""
 
 import argparse
-import asyncio
 import json
 import os
 import platform
 import statistics
 import sys
-import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -121,21 +119,6 @@ def reset_peak() -> None:
 def _status(field: str) -> float:
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:")) / 1024
-
-
-def print_result(measure: Callable[[Path], Coroutine[Any, Any, dict[str, Any]]], out: Path | None) -> None:
-    """Run `measure` in a temporary folder with its own Ray. Print the result as one JSON line, also to `out`."""
-    import ray
-
-    before = conditions()
-    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, object_store_memory=256 * MIB)
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            measured = asyncio.run(measure(Path(folder)))
-    finally:
-        ray.shutdown()
-    publish({**measured, "before": before, "busy": busy([before]) or measured.get("busy", False)}, out)
 
 
 def publish(result: dict[str, Any], out: Path | None) -> None:

@@ -8,14 +8,10 @@ backward, as fla's own Python makes them for triton-ascend. Torch's operators be
 not those on boundaries and indices alone.
 """
 
-import contextlib
-import importlib
 import json
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -23,57 +19,12 @@ import torch
 from torch import Tensor
 
 from tests.bench.kernel_counts import KernelCounts, bytes_of
+from tests.model import npu_interpreter
 
 TOKENS, CHUNK = 8192, 64
 KEY_HEADS, VALUE_HEADS, WIDTH, KERNEL = 16, 32, 128, 4
 SMALLEST = 1024  # elements: what computes boundaries and chunks runs on the host, for the most part
-CORES = {"num_aicore": 24, "num_vectorcore": 48, "max_shared_mem": 196_608}  # of an Atlas A2; they size the grids
-UNIFIED_BUFFER_BITS = 192 * 1024 * 8
-
-
-def pretend_npu() -> None:
-    """Let fla find an NPU, without one and without its modules."""
-    from triton.runtime import driver
-
-    target = SimpleNamespace(backend="npu", arch="Ascend910B2", warp_size=0)
-    utils = SimpleNamespace(get_device_properties=lambda _: CORES)
-    double: Any = SimpleNamespace(get_current_target=lambda: target, utils=utils, get_current_device=lambda: 0)
-    driver.set_active(double)
-    module = ModuleType("torch.npu")
-    answers = {"current_device": 0, "is_available": False, "device_count": 1}
-    for name, value in answers.items():
-        setattr(module, name, mock.Mock(return_value=value))
-    vars(module)["device"] = lambda _: contextlib.nullcontext()
-    vars(torch)["npu"] = module
-    os.environ["ASCEND_UB_CAPACITY_BITS"] = str(UNIFIED_BUFFER_BITS)
-
-    # fla's functions are decorated for autocast on the device, whose type this torch does not know.
-    for name in ("custom_fwd", "custom_bwd"):
-        setattr(torch.amp, name, _for_cpu(getattr(torch.amp, name)))
-
-    functions = importlib.import_module("triton.language.math")
-    for name in ("tanh", "erf"):  # of triton-ascend alone
-        if not hasattr(functions, name):
-            setattr(functions, name, _accept)
-    importlib.import_module("fla.modules.causal_conv1d")
-    importlib.import_module("fla.ops.gated_delta_rule")
-    common = importlib.import_module("fla.ops.common.backends.triton_ascend").TritonAscendCommonBackend
-    gated = importlib.import_module("fla.ops.gated_delta_rule.backends.triton_ascend").TritonAscendGDNBackend
-    for owner, verifier in ((common, "chunk_scaled_dot_kkt_fwd_verifier"), (gated, "recompute_w_u_fwd_verifier")):
-        setattr(owner, verifier, _accept)  # they ask for tensors of a device of type npu
-
-
-def _accept(*_: Any, **__: Any) -> tuple[bool, None]:
-    return True, None
-
-
-def _for_cpu(decorator: Any) -> Any:
-    def decorate(function: Any = None, *, device_type: str = "cpu", **options: Any) -> Any:
-        if function is None:
-            return lambda given: decorator(given, device_type="cpu", **options)
-        return decorator(function, device_type="cpu", **options)
-
-    return decorate
+CORES = {"num_aicore": 24, "num_vectorcore": 48}  # of an Atlas A2; they size the grids
 
 
 @contextmanager
@@ -110,7 +61,9 @@ def main() -> None:
     from app.config.device import DeviceKind
     from app.device import device_of
 
-    pretend_npu()
+    npu_interpreter.CORES.update(CORES)
+    npu_interpreter.pretend()
+    npu_interpreter.accept_a_cpus_tensors()
     kernels: Any = device_of(DeviceKind.cuda).linear_kernels
 
     def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:

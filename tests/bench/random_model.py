@@ -50,6 +50,15 @@ def qwen35_9b() -> Any:
     return transformers().Qwen3_5Config(text_config=text, vision_config=vision, tie_word_embeddings=False)
 
 
+def text_config(model: str, layers: int | None = None) -> Any:
+    """The configuration of Qwen3-4B, or of Qwen3.5-9B without its vision tower, with its first layers alone."""
+    auto = transformers()
+    config = auto.Qwen3Config(**QWEN3_4B) if model == "qwen3_4b" else auto.Qwen3_5TextConfig()
+    if layers is not None:
+        config.num_hidden_layers, config.layer_types = layers, config.layer_types[:layers]
+    return config
+
+
 def save_random(folder: Path, config: Any) -> Path:
     """Save a model of this configuration with random weights in bfloat16, and a tokenizer; return the folder."""
     sees = hasattr(config, "vision_config")

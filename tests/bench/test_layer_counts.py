@@ -14,21 +14,7 @@ from app.model.attention import PACKED, register_packed
 from app.model.kernels import kernels_of
 from app.model.packing import Packing
 from app.model.policy import PolicyModel
-from tests.bench.layer_counts import (
-    COMPILED,
-    EAGER,
-    FUSED,
-    HEAD,
-    LOOP,
-    MODELS,
-    NOTHING,
-    OUT,
-    WAYS,
-    Layers,
-    config_of,
-    fla_launches,
-    total,
-)
+from tests.bench.layer_counts import COMPILED, EAGER, HEAD, MODELS, OUT, WAYS, Layers, config_of
 
 RECORDED = json.loads(OUT.read_text())
 
@@ -48,18 +34,6 @@ def test_a_layer_has_no_more_kernels_and_bytes_than_recorded(model: str, kind: D
             known = recorded(kind, model, way)[part][name]
             assert counts["kernels"] <= known["kernels"], (part, name, counts, known)
             assert counts["bytes"] <= known["bytes"], (part, name, counts, known)
-
-
-def test_launches_of_fla_on_gpus_are_those_of_linear_counts() -> None:
-    assert RECORDED["cuda"]["fla"] == fla_launches(DeviceKind.cuda)
-
-
-def test_fused_operators_launch_a_third_of_the_kernels_of_a_layer_with_full_attention() -> None:
-    before, after = (recorded(DeviceKind.npu, "Qwen3-4B", way)["full attention"] for way in (EAGER, FUSED))
-    assert (before["forward"]["kernels"], after["forward"]["kernels"]) == (54, 18)
-    assert 3 * after["backward"]["kernels"] <= before["backward"]["kernels"]
-    assert after["forward"]["bytes"] < 0.55 * before["forward"]["bytes"]
-    assert after["backward"]["bytes"] < 0.4 * before["backward"]["bytes"]
 
 
 @pytest.mark.parametrize(
@@ -83,19 +57,6 @@ def test_the_gradient_of_a_compiled_head_is_read_and_written_once_for_each_chunk
     chunks = head["names"]["addmm"]
     assert head["names"]["mm"] == head["names"]["compiled"] == chunks == {"Qwen3-4B": 3, "Qwen3.5-9B": 4}[model]
     assert head["bytes"] < recorded(DeviceKind.cuda, model, EAGER)[HEAD]["backward"]["bytes"] / 3
-
-
-def test_a_microbatch_is_all_layers_forward_twice_and_backward_and_one_head() -> None:
-    one = {"forward": {"kernels": 2, "bytes": 10}, "backward": {"kernels": 5, "bytes": 100}}
-    parts = {"full attention": {**one, "recomputation": one["forward"]}, HEAD: {**one, "recomputation": NOTHING}}
-    assert total(parts, {"full attention": 3, HEAD: 1}) == {"kernels": 27 + 7, "bytes": 360 + 110}
-
-
-def test_the_loop_of_linear_attention_launches_more_than_ten_times_the_kernels() -> None:
-    for kind, (eager, fused) in WAYS.items():
-        sums = RECORDED[kind.value]["models"]["Qwen3.5-9B"]["microbatch"]
-        assert sums[LOOP]["kernels"] > 150_000
-        assert sums[LOOP]["kernels"] > 10 * sums[eager]["kernels"] > 10 * sums[fused]["kernels"]
 
 
 @pytest.mark.cuda

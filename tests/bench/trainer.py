@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,24 +60,29 @@ DEADLINE_SECONDS = 600  # for one measurement
 
 
 def make_groups(prompts: int, seed: int) -> list[ScoredGroup]:
-    random = np.random.default_rng(seed)
+    random, vocabulary = np.random.default_rng(seed), SHAPES["vocab_size"]
     groups = []
     for index in range(prompts):
-        prompt = Prompt(f"bench/{index}@0", tokens(random, PROMPT_TOKENS), "", "bench")
+        prompt = Prompt(f"bench/{index}@0", tokens(random, PROMPT_TOKENS, vocabulary), "", "bench")
         lengths = np.minimum(LIMIT, random.lognormal(np.log(MEDIAN), SIGMA, GROUP_SIZE).astype(int) + 1)
-        members = tuple(trajectory(prompt, random, int(length)) for length in lengths)
-        groups.append(ScoredGroup(Group(prompt, members), random.normal(size=GROUP_SIZE).astype(np.float32)))
+        groups.append(random_group(prompt, lengths.tolist(), random, vocabulary))
     return groups
 
 
-def trajectory(prompt: Prompt, random: np.random.Generator, length: int) -> Trajectory:
-    logprobs = np.full(length, -np.log(SHAPES["vocab_size"]), dtype=np.float32)
-    spans = (VersionSpan(0, 0, length),)
-    return Trajectory(prompt, Completion(tokens(random, length), logprobs, FinishReason.stop, spans), "", reward=0.0)
+def random_group(prompt: Prompt, lengths: Sequence[int], random: np.random.Generator, vocabulary: int) -> ScoredGroup:
+    """A group of random completions of these lengths, with random advantages."""
+    members = tuple(trajectory(prompt, tokens(random, length, vocabulary), vocabulary) for length in lengths)
+    return ScoredGroup(Group(prompt, members), random.normal(size=len(members)).astype(np.float32))
 
 
-def tokens(random: np.random.Generator, count: int) -> np.ndarray:
-    return random.integers(0, SHAPES["vocab_size"], count).astype(np.int32)
+def trajectory(prompt: Prompt, completion: np.ndarray, vocabulary: int) -> Trajectory:
+    logprobs = np.full(len(completion), -np.log(vocabulary), dtype=np.float32)
+    spans = (VersionSpan(0, 0, len(completion)),)
+    return Trajectory(prompt, Completion(completion, logprobs, FinishReason.stop, spans), "", reward=0.0)
+
+
+def tokens(random: np.random.Generator, count: int, vocabulary: int) -> np.ndarray:
+    return random.integers(0, vocabulary, count).astype(np.int32)
 
 
 # --- the implementations
@@ -172,13 +177,25 @@ def measure(way: str, path: Path) -> dict[str, float]:
 
 
 def count_work(way: str, path: Path) -> dict[str, float]:
-    """Count the positions that a step runs through the decoder, and the FLOPs of its matrix products."""
-    from tests.bench.flops import matrix_flops
+    """Count the positions that a step runs through the decoder, and the FLOPs of its matrix products and attention.
+
+    The causal half of attention counts in full, as in torch's table.
+    """
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
 
     trainer = make_trainer(way, path)
     positions: list[int] = []
     trainer.embeddings.register_forward_pre_hook(lambda _, arguments: positions.append(arguments[0].numel()))
-    flops = matrix_flops(lambda: trainer.step(make_groups(PROMPTS, seed=0)))
+    aten, counter = torch.ops.aten, FlopCounterMode(display=False)
+    table = counter.flop_registry  # without some operators of the CPU
+    table[aten.addmm_] = table[aten.addmm]
+    table[aten._scaled_dot_product_flash_attention_for_cpu] = table[aten._scaled_dot_product_flash_attention]
+    backward = table[aten._scaled_dot_product_flash_attention_backward]
+    table[aten._scaled_dot_product_flash_attention_for_cpu_backward] = backward
+    with counter:
+        trainer.step(make_groups(PROMPTS, seed=0))
+    flops = counter.get_total_flops()
     return {"positions": sum(positions), "microbatches": len(positions), "matrix_tflops": round(flops / 1e12, 3)}
 
 

@@ -62,7 +62,6 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--lora-rank", type=int, default=0, help="of PEFT's adapters on all linear layers; 0: none")
     parser.add_argument("--chat", action="store_true", help="prompts are messages of a user, in the model's template")
-    parser.add_argument("--continuous-batching", action="store_true", help="of transformers, for generation")
     args = parser.parse_args()
     with open(args.prompts) as file:
         prompts = [json.loads(line)["question"] for line in file][: args.prompts_per_step * args.steps]
@@ -88,7 +87,6 @@ def main() -> None:
             use_cpu=True,
             bf16=args.dtype == "bfloat16",
             gradient_checkpointing=False,
-            use_transformers_continuous_batching=args.continuous_batching,
             report_to="none",
             # All completions of a step are generated at once, whatever the microbatch is.
             per_device_train_batch_size=args.microbatch,

@@ -1,44 +1,31 @@
 """Runs launch/npu_packages.sh with downloads that are made up."""
 
 import os
-import subprocess
 import tomllib
 from pathlib import Path
 
 from tests.launch.shell import bash
 
 
-def fetch_npu_packages(folder: Path, *requirements: str, found: bool = True) -> subprocess.CompletedProcess[str]:
-    """Fetch an SGLang with these requirements; with `found` false, every other download fails."""
+def fetch_npu_packages(folder: Path, *requirements: str) -> None:
+    """Fetch an SGLang with these requirements."""
     listed = "".join(f'  "{each}",\n' for each in requirements)
     (folder / "pyproject_npu.toml").write_text(f'[project]\nname = "sglang"\ndependencies = [\n{listed}]\n')
     commands = {
         "git": f"""folder=${{@: -1}}/python
             mkdir -p "$folder"
             cp "{folder}/pyproject_npu.toml" "$folder\"""",
-        "curl": 'while [ "$1" != -o ]; do shift; done; touch "$2"' if found else "exit 22",
+        "curl": 'while [ "$1" != -o ]; do shift; done; touch "$2"',
         "unzip": "true",
     }
     for name, body in commands.items():
         (folder / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
         (folder / name).chmod(0o755)
-    versions = {
-        "PYTHON_VERSION": "3.12",
-        "CANN_VERSION": "9",
-        "CHIP": "a3",
-        "TORCH_VERSION": "2",
-        "TRITON_VERSION": "3",
-    }
-    sources = {"SGLANG_TAG": "v1", "SGLANG_SOURCE": "s", "KERNELS_TAG": "k1", "TRITON_SOURCE": "t"}
-    return bash(
-        "launch/npu_packages.sh",
-        str(folder / "fetched"),
-        PATH=f"{folder}{os.pathsep}{os.environ['PATH']}",
-        KERNELS_SOURCE="https://kernels.example",
-        TRANSFORMERS_VERSION="5.12.1",
-        **versions,
-        **sources,
-    )
+    versions = {"PYTHON_VERSION": "3.12", "CANN_VERSION": "9", "CHIP": "a3", "TORCH_VERSION": "2"}
+    versions |= {"TRITON_VERSION": "3", "TRANSFORMERS_VERSION": "5.12.1", "SGLANG_TAG": "v1", "KERNELS_TAG": "k1"}
+    sources = {"SGLANG_SOURCE": "s", "TRITON_SOURCE": "t", "KERNELS_SOURCE": "https://kernels.example"}
+    path = f"{folder}{os.pathsep}{os.environ['PATH']}"
+    bash("launch/npu_packages.sh", str(folder / "fetched"), PATH=path, **versions, **sources)
 
 
 def fetched_requirements(folder: Path) -> list[str]:

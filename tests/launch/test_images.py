@@ -1,10 +1,7 @@
 """The images' files: linted, versions as arguments with the defaults of the requirements, a context that suffices."""
 
-import os
 import re
-import shutil
 import subprocess
-import sys
 import tomllib
 from importlib.metadata import distribution
 from pathlib import Path
@@ -14,8 +11,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from app.config.device import DeviceKind
+from tests.launch.shell import ROOT, tool
 
-ROOT = Path(__file__).parents[2]
 IMAGES = ["Dockerfile.cuda", "Dockerfile.npu"]
 
 
@@ -34,10 +31,7 @@ def pins(name: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("name", IMAGES)
 def test_hadolint_finds_nothing(name: str) -> None:
-    found = shutil.which("hadolint", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-    if found is None:
-        pytest.skip("hadolint is not installed (launch/requirements/cpu.txt brings it)")
-    done = subprocess.run([found, name], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run([tool("hadolint"), name], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "")
 
 

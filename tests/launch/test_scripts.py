@@ -5,7 +5,6 @@ import shlex
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -13,14 +12,13 @@ from pathlib import Path
 import pytest
 
 from tests.launch.npu_downloads import fetch_npu_packages, fetched_requirements
-from tests.launch.shell import PYTHON, ROOT, bash, dry_run, options
+from tests.launch.shell import PYTHON, ROOT, bash, dry_run, options, tool
 from tests.waiting import until
 
 SCRIPTS = sorted([*(ROOT / "launch").glob("*.sh"), *(ROOT / "launch").glob("*.sbatch")])
 SOURCED = ["common.sh", "toolkit.sh"]
 OF_IMAGES = ["entrypoint.sh"]  # passes its arguments, --help included, to the application
 WITH_HELP = [path.name for path in SCRIPTS if path.name not in SOURCED + OF_IMAGES]
-CPUS = ["--device", "cpu", "--devices", "2"]
 MISSION = ["device=npu", "placement=fully_async", "model=qwen35_9b"]
 
 
@@ -36,14 +34,6 @@ def write_program(path: Path, text: str) -> str:
     path.write_text(f"#!/usr/bin/env bash\n{text}\n")
     path.chmod(0o755)
     return str(path)
-
-
-def tool(name: str) -> str:
-    """A linter of the development requirements."""
-    found = shutil.which(name, path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-    if found is None:
-        pytest.skip(f"{name} is not installed (launch/requirements/cpu.txt brings it)")
-    return found
 
 
 def test_shellcheck_finds_nothing() -> None:
@@ -79,20 +69,18 @@ def test_a_cluster_offers_each_devices_resource() -> None:
     assert '--resources={"NPU":4}' in start("npu").replace("\\", "")
 
 
-JOIN = ["launch/ray_cluster.sh", "--dry-run", "--device", "cuda", "--devices", "8", "worker", "10.0.0.1"]
-
-
 def test_a_cluster_has_a_token(tmp_path: Path) -> None:
-    head = ["launch/ray_cluster.sh", "--dry-run", "--device", "cuda", "--devices", "8", "head"]
+    cluster = ["launch/ray_cluster.sh", "--dry-run", "--device", "cuda", "--devices", "8"]
+    head, worker = [*cluster, "head"], [*cluster, "worker", "10.0.0.1"]
     there = {"HOME": str(tmp_path), "RAY": "ray"}
     assert bash(*head, **there).stdout.startswith("ray get-auth-token --generate")
-    refused = bash(*JOIN, **there)
+    refused = bash(*worker, **there)
     assert refused.returncode == 2
     assert "copy ~/.ray/auth_token from the head" in refused.stderr
     (tmp_path / ".ray").mkdir()
     (tmp_path / ".ray" / "auth_token").write_text("secret")
     assert bash(*head, **there).stdout.startswith("ray start --head")
-    assert bash(*JOIN, **there).returncode == 0
+    assert bash(*worker, **there).returncode == 0
 
 
 def test_slurm_starts_a_head_a_worker_and_the_application() -> None:

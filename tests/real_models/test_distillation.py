@@ -1,30 +1,15 @@
-"""Distillation of real pretrained models: who can be a teacher of SmolLM2, and that one teaches it."""
+"""Distillation of a real pretrained model: SmolLM2 learns from SmolLM2 after GRPO."""
 
 from collections.abc import Callable
 
 import pytest
 
-from app.start.input_checks import teacher
-from app.start.inputs import CheckStage, RunInputs
-from tests.compose import composed
 from tests.real_models import MAKE_S, real_model
-from tests.refusals import refused
 from tests.runs import Run
 
 LIMIT_S = 3600.0
 ADAPTERS = ["model.lora.rank=16", "trainer.lr=2e-4"]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(MAKE_S + 2 * LIMIT_S)]
-
-
-def distilled(name: str) -> RunInputs:
-    """The inputs of a run that distills a model into SmolLM2."""
-    student = ["model=hf", f"model.path={real_model('smollm2')}", "data=arithmetic", "data.template=chat"]
-    return RunInputs(composed(*student, "algorithm=opd", f"teacher.path={real_model(name)}"), CheckStage.start)
-
-
-def test_a_model_of_another_family_is_refused_as_teacher() -> None:
-    with refused("teacher.path", str(real_model("qwen25")), "other tokens than model.path"):
-        list(teacher(distilled("qwen25")))
 
 
 def test_a_student_learns_sums_from_a_trained_teacher_without_any_reward(

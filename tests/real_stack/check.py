@@ -14,6 +14,8 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 RESULT = "real-stack-result: "  # begins the line in which a check's process prints what it found
 MESSAGE_LINES = 30
+# What `mode=doctor` says of a machine without a device, a hub or a large disk. Everything else has to be ok.
+OF_EVERY_MACHINE = {"driver", "devices", "memory", "disk", "hub", "model", "data", "shared memory"}
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,8 @@ def npu_environment(folder: Path) -> tuple[Path, Path]:
     _run(newest_python(), "-m", "venv", str(environment))
     python = environment / "bin" / "python"
     pins = pins_of("npu")
-    torch = [f"torch=={pins['torch']}", f"torchvision=={docker_argument('TORCHVISION_VERSION')}"]
+    arguments = dict(ARGUMENT.findall((ROOT / "Dockerfile.npu").read_text()))
+    torch = [f"torch=={pins['torch']}", f"torchvision=={arguments['TORCHVISION_VERSION']}"]
     constraints = folder / "constraints.txt"
     constraints.write_text("\n".join([*torch, f"transformers=={pins['transformers']}"]))
 
@@ -63,10 +64,6 @@ def without_dependencies() -> list[str]:
     return [f"{name}=={pin}" for name, pin in PINNED.findall(text) if name not in ("torchvision", "triton")]
 
 
-def docker_argument(name: str) -> str:
-    return dict(ARGUMENT.findall((ROOT / "Dockerfile.npu").read_text()))[name]
-
-
 def newest_python() -> str:
     """PYTHON, else the Python of the images if this machine has it, else this one."""
     candidate = os.environ.get("PYTHON") or shutil.which("python3.12")
@@ -75,17 +72,8 @@ def newest_python() -> str:
 
 
 def _pip(python: Path, *arguments: str) -> None:
-    _run(
-        str(python),
-        "-m",
-        "pip",
-        "--disable-pip-version-check",
-        "--quiet",
-        "--quiet",
-        "install",
-        "--no-compile",
-        *arguments,
-    )
+    options = ("--disable-pip-version-check", "--quiet", "--quiet")
+    _run(str(python), "-m", "pip", *options, "install", "--no-compile", *arguments)
 
 
 def _run(*command: str, cwd: Path = ROOT, **variables: str) -> None:

@@ -12,15 +12,14 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from tests.real_stack.check import ROOT, Check, run_doctor
+from tests.real_stack.check import OF_EVERY_MACHINE, ROOT, Check, run_doctor
 from tests.real_stack.npu_import import import_torch_npu, write_cann
 
 APP = ROOT / "app"
 CARD, CARD_BYTES = "Ascend910_9391", 64 * 2**30
 ENGINE = {"SGLANG_EXTERNAL_MODEL_PACKAGE": "app.rollout.engine.sglang_plugin.models", "POSTTRAIN_ENGINE_DEVICE": "npu"}
 BY_HAND = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}  # else `import torch` would import torch_npu
-# What `mode=doctor` says of a machine without NPUs, and of packages that no index has.
-OF_THE_MACHINE = {"npu-smi", "driver", "toolkit", "devices", "memory", "disk", "hub", "model", "data", "shared memory"}
+OF_THE_MACHINE = OF_EVERY_MACHINE | {"npu-smi", "toolkit"}
 NO_INDEX_HAS = {"sgl_kernel_npu", "triton_ascend", "torch_memory_saver"}
 
 
@@ -311,15 +310,6 @@ def trees() -> list[ast.Module]:
     return [ast.parse(path.read_text()) for path in sorted(APP.rglob("*.py"))]
 
 
-UNVERIFIED = [
-    "CANN: toolkit, kernels, HCCL, driver, npu-smi",
-    "sgl_kernel_npu of sgl-kernel-npu's releases: SGLang's kernels, and the NPU's memory saver",
-    "triton_ascend of triton-ascend's releases: kernels of linear attention",
-    "SGLang's srt_npu requirements and pyproject_npu.toml, which are in its repository alone",
-    "torch 2.10.0+cpu where no index has it: torch's default build in its place",
-    "gradients of npu_fusion_attention and the fused elementwise operators, which torch_npu has for NPU tensors alone",
-    "images: Dockerfile.npu is not built",
-]
 OF_TORCH_NPU = (
     torch_npu_imports,
     device_module_calls,

@@ -23,22 +23,10 @@ TINY = {"vocab_size": 128, "hidden_size": 128, "intermediate_size": 256, "num_hi
 TINY_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 4096}
 # What SGLang chose, for the record.
 SHOWN = (
-    "attention_backend",
-    "sampling_backend",
-    "linear_attn_backend",
-    "mamba_radix_cache_strategy",
-    "page_size",
-    "chunked_prefill_size",
-    "max_prefill_tokens",
-    "max_running_requests",
-    "mem_fraction_static",
-    "disable_radix_cache",
-    "disable_custom_all_reduce",
-    "speculative_algorithm",
-    "speculative_num_draft_tokens",
-    "speculative_use_rejection_sampling",
-    "enable_draft_weights_cpu_backup",
-    "disable_overlap_schedule",
+    "attention_backend sampling_backend linear_attn_backend mamba_radix_cache_strategy page_size "
+    "chunked_prefill_size max_prefill_tokens max_running_requests mem_fraction_static disable_radix_cache "
+    "disable_custom_all_reduce speculative_algorithm speculative_num_draft_tokens "
+    "speculative_use_rejection_sampling enable_draft_weights_cpu_backup disable_overlap_schedule"
 )
 OWN_HEAD_DRAFTS = ("rollout.speculative=mtp",)
 LINEAR_HEADS = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
@@ -153,7 +141,7 @@ def _resolved(case: Case, models: dict[str, Path], pretend: Any) -> dict[str, An
         for name, value in flags.items()
         if value is not None and not _kept(value, resolved.get(name.replace("-", "_")))
     }
-    return {"overridden": overridden, **{name: _plain(resolved.get(name)) for name in SHOWN}}
+    return {"overridden": overridden, **{name: _plain(resolved.get(name)) for name in SHOWN.split()}}
 
 
 def _kept(given: object, resolved: object) -> bool:

@@ -9,39 +9,18 @@ from pathlib import Path
 
 # Of NVIDIA's driver, those that the libraries of SGLang's CUDA stack bind when they are loaded.
 CUDA_DRIVER = (
-    "cuCtxFromGreenCtx",
-    "cuCtxGetDevice",
-    "cuCtxPopCurrent_v2",
-    "cuCtxPushCurrent_v2",
-    "cuDevResourceGenerateDesc",
-    "cuDevSmResourceSplitByCount",
-    "cuDeviceGet",
-    "cuDeviceGetAttribute",
-    "cuDeviceGetDevResource",
-    "cuDriverGetVersion",
-    "cuGetErrorString",
-    "cuGetProcAddress_v2",
-    "cuGreenCtxCreate",
-    "cuGreenCtxDestroy",
-    "cuGreenCtxGetDevResource",
-    "cuInit",
-    "cuMemAddressFree",
-    "cuMemAddressReserve",
-    "cuMemCreate",
-    "cuMemGetAllocationGranularity",
-    "cuMemMap",
-    "cuMemRelease",
-    "cuMemSetAccess",
-    "cuMemUnmap",
-    "cuPointerGetAttribute",
-    "cuStreamCreate",
+    "cuCtxFromGreenCtx cuCtxGetDevice cuCtxPopCurrent_v2 cuCtxPushCurrent_v2 cuDevResourceGenerateDesc "
+    "cuDevSmResourceSplitByCount cuDeviceGet cuDeviceGetAttribute cuDeviceGetDevResource cuDriverGetVersion "
+    "cuGetErrorString cuGetProcAddress_v2 cuGreenCtxCreate cuGreenCtxDestroy cuGreenCtxGetDevResource cuInit "
+    "cuMemAddressFree cuMemAddressReserve cuMemCreate cuMemGetAllocationGranularity cuMemMap cuMemRelease "
+    "cuMemSetAccess cuMemUnmap cuPointerGetAttribute cuStreamCreate"
 )
 NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
 
 
 def stub_cuda_driver(folder: Path) -> Path:
     """Write a libcuda.so.1 that reports no device; return the folder, for LD_LIBRARY_PATH."""
-    return write_libraries(folder, {"libcuda.so.1": CUDA_DRIVER}, returns=NO_DEVICE)
+    return write_libraries(folder, {"libcuda.so.1": CUDA_DRIVER.split()}, returns=NO_DEVICE)
 
 
 def write_libraries(folder: Path, libraries: dict[str, Iterable[str]], *, returns: int) -> Path:

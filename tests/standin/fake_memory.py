@@ -32,7 +32,7 @@ from torch.testing._internal.distributed import fake_pg
 from torch.utils._python_dispatch import _disable_current_modes
 
 from app.device.base import LinearKernels
-from tests.bench.random_model import QWEN3_4B
+from tests.bench.random_model import text_config
 from tests.standin.elementwise_double import DOUBLE
 
 TYPE = "npu"
@@ -83,27 +83,13 @@ class PhaseTracker(FSDPMemTracker):
                 self.phases[self.phase] = max(self.phases[self.phase], now["Total"])
 
 
-def config_of(case: Case) -> Any:
-    from app.device.torchvision_shim import transformers
-
-    auto = transformers()
-    config = auto.Qwen3Config(**QWEN3_4B) if case.model == "qwen3_4b" else auto.Qwen3_5TextConfig()
-    if case.layers is not None:
-        config.num_hidden_layers = case.layers
-        if getattr(config, "layer_types", None):
-            config.layer_types = config.layer_types[: case.layers]
-    return config
-
-
 def groups(tokens: int) -> list[Any]:
     """One sequence of this many tokens, a fifth of them the prompt."""
-    from app.types import Completion, FinishReason, Group, Prompt, ScoredGroup, Trajectory, VersionSpan
+    from app.types import Prompt
+    from tests.bench.trainer import random_group
 
-    length = tokens - tokens // 5
     prompt = Prompt("p@0", np.zeros(tokens // 5, np.int32), "", "fake")
-    spans = (VersionSpan(0, 0, length),)
-    completion = Completion(np.zeros(length, np.int32), np.zeros(length, np.float32), FinishReason.stop, spans)
-    return [ScoredGroup(Group(prompt, (Trajectory(prompt, completion, "", reward=0.0),)), np.ones(1, np.float32))]
+    return [random_group(prompt, [tokens - tokens // 5], np.random.default_rng(0), vocabulary=100)]
 
 
 @contextmanager
@@ -133,7 +119,7 @@ def build(case: Case, mesh: Any, device: torch.device | None = None) -> Any:
     def on_meta(_: Path, dtype: torch.dtype, *_rest: Any) -> Any:
         with torch.device("meta"):
             auto = transformers().AutoModelForCausalLM
-            return auto.from_config(config_of(case), dtype=dtype, attn_implementation=PACKED)
+            return auto.from_config(text_config(case.model, case.layers), dtype=dtype, attn_implementation=PACKED)
 
     linear = None if case.loop else doubles(npu=case.device == "npu")
     kernels = replace(kernels_of(device_of(DeviceKind[case.device]), Compile.off), attention=None, linear=linear)
@@ -161,10 +147,6 @@ def build(case: Case, mesh: Any, device: torch.device | None = None) -> Any:
 
 def empty_on(tensor: torch.Tensor, device: Any) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-
-
-def _unchanged(sums: Any) -> Any:
-    return sums
 
 
 @contextmanager
@@ -202,7 +184,7 @@ def without_values() -> Iterator[None]:
         mock.patch.object(optimizer, "grad_norm", known_norm),
         mock.patch.object(step, "adapter_metrics", return_value={}),
         mock.patch.object(step, "update_metrics", return_value={}),
-        mock.patch.object(RawSums, "all_reduce", _unchanged),
+        mock.patch.object(RawSums, "all_reduce", lambda sums: sums),
         mock.patch.object(UnreadSums, "read", return_value=RawSums(demonstrated=1.0, sums=dict.fromkeys(TABLE, 1.0))),
     ):
         yield

@@ -25,11 +25,6 @@ PRETRAIN_STEPS = 300
 PRETRAIN_LR = 5e-3
 PRETRAIN_ACCURACY = 0.96
 
-# Further rounds of phase 1 until the held-out accuracy is PRETRAIN_ACCURACY.
-EXTRA_ROUNDS = 4
-EXTRA_STEPS = 100
-EXTRA_LR = 4e-3
-
 CORRUPT_STEPS = 200
 CORRUPT_LR = 1e-3
 MISTAKE_FRACTION = 0.6  # of the rows in a step
@@ -60,12 +55,11 @@ def warm_up(model: Any, tokenizer: Any, train: Sequence[Row], held_out: Sequence
 def _pretrain(model: Any, tokenizer: Any, train: Sequence[Row], held_out: Rows, rng: random.Random) -> float:
     """Phase 1: a round of steps, and shorter rounds if necessary."""
     rows = encode(tokenizer, [(row.question, row.answer) for row in train])
-    rounds = [(PRETRAIN_STEPS, PRETRAIN_LR), *[(EXTRA_STEPS, EXTRA_LR)] * EXTRA_ROUNDS]
 
     def drawn() -> list[int]:
         return rng.sample(range(len(train)), min(ROWS_PER_STEP, len(train)))
 
-    return train_rounds(model, rows, drawn, held_out, rounds, beta2=0.95, goal=PRETRAIN_ACCURACY)
+    return train_rounds(model, rows, drawn, held_out, (PRETRAIN_STEPS, PRETRAIN_LR), beta2=0.95, goal=PRETRAIN_ACCURACY)
 
 
 def _corrupt(model: Any, tokenizer: Any, train: Sequence[Row], held_out: Rows, rng: random.Random) -> float:
@@ -77,7 +71,7 @@ def _corrupt(model: Any, tokenizer: Any, train: Sequence[Row], held_out: Rows, r
 
     # Row i is correct, row i + len(train) has the mistake.
     correct = [(row.question, row.answer) for row in train]
-    mistaken = [(row.question, _mistake(row.answer)) for row in train]
+    mistaken = [(row.question, str(int(row.answer) + 10)) for row in train]
     rows = encode(tokenizer, correct + mistaken)
 
     lr = CORRUPT_LR
@@ -96,7 +90,3 @@ def _corrupt(model: Any, tokenizer: Any, train: Sequence[Row], held_out: Rows, r
             lr /= 2
 
     raise RuntimeError(f"no step of the warm-up ended between {low:.2f} and {high:.2f}; the last one at {accuracy:.2f}")
-
-
-def _mistake(answer: str) -> str:
-    return str(int(answer) + 10)

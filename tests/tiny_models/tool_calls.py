@@ -27,11 +27,6 @@ SKILL_ROWS = 48  # per step
 SKILL_CALLS = 0.7  # of the rows in a step
 SKILL_ACCURACY = 0.97
 
-# Further rounds of phase 1 until the held-out accuracy is SKILL_ACCURACY.
-EXTRA_ROUNDS = 4
-EXTRA_STEPS = 100
-EXTRA_LR = 4e-3
-
 BIAS_STEPS = 40
 BIAS_ROUNDS = 4
 BIAS_LR = 1e-3
@@ -99,12 +94,12 @@ def without_call(question: str) -> tuple[str, ...]:
 def _skill(model: Any, tokenizer: Any, train: Sequence[Row], held_out: Sequence[Row], rng: random.Random) -> float:
     """Phase 1: a round of steps, and shorter rounds if necessary."""
     after_calls = _after_first_token(encode(tokenizer, [with_calls(row.question) for row in held_out]))
-    rounds = [(SKILL_STEPS, SKILL_LR), *[(EXTRA_STEPS, EXTRA_LR)] * EXTRA_ROUNDS]
 
     def drawn() -> list[int]:
         return _mixed(len(train), SKILL_ROWS, SKILL_CALLS, rng)
 
-    return train_rounds(model, _both(tokenizer, train), drawn, after_calls, rounds, beta2=0.99, goal=SKILL_ACCURACY)
+    rows, first = _both(tokenizer, train), (SKILL_STEPS, SKILL_LR)
+    return train_rounds(model, rows, drawn, after_calls, first, beta2=0.99, goal=SKILL_ACCURACY)
 
 
 def _bias(

@@ -35,15 +35,8 @@ def built() -> Path:
 def _compile(library: Path) -> None:
     unfinished = library.with_suffix(f".{os.getpid()}")
     headers = [*cpp_extension.include_paths(), sysconfig.get_paths()["include"]]
-    command = [
-        "g++",
-        "-std=c++20",
-        "-O0",
-        "-shared",
-        "-fPIC",
-        f"-DTORCH_EXTENSION_NAME={NAME}",
-        str(FOLDER / "standin.cpp"),
-    ]
+    flags = ("-std=c++20", "-O0", "-shared", "-fPIC", f"-DTORCH_EXTENSION_NAME={NAME}")
+    command = ["g++", *flags, str(FOLDER / "standin.cpp")]
     command += [f"-I{folder}" for folder in headers] + [f"-L{folder}" for folder in cpp_extension.library_paths()]
     command += ["-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python", "-o", str(unfinished)]
     subprocess.run(command, check=True, timeout=SECONDS)
