@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from app.config.algorithm import Correction
+from app.config.algorithm import AlgorithmConfig, Correction, OldPolicy
 from app.device import device_of
 from app.rollout.engine.server_args import engine_flags
 from app.types import InFlight
@@ -45,6 +45,12 @@ def test_what_drafts_is_named_by_its_directory(tmp_path: Path) -> None:
 
 def test_a_decay_lasts_for_all_updates_of_all_steps() -> None:
     assert composed("algorithm=dapo", "steps=5").optimizer_updates == 5 * 16
+
+
+def test_old_logprobs_need_a_forward_only_for_several_updates_against_the_trainer() -> None:
+    assert not AlgorithmConfig(updates_per_step=1).needs_old_logprobs
+    assert AlgorithmConfig(updates_per_step=2).needs_old_logprobs
+    assert not AlgorithmConfig(updates_per_step=2, old_policy=OldPolicy.rollout).needs_old_logprobs
 
 
 OPENENV = ["model=qwen3_4b", "environment=openenv", "environment.url=ws://here"]

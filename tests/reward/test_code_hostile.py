@@ -67,9 +67,6 @@ ASSERTED = {
         "class Yes(str):\n    __eq__ = lambda *_: True\n    __ne__ = lambda *_: False\n    __hash__ = str.__hash__\n"
         "def f(x):\n    return Yes('x')\n"
     ),
-    "an object equal to everything": (
-        "class Yes:\n    __eq__ = lambda *_: True\n    __hash__ = lambda _: 0\ndef f(x):\n    return Yes()\n"
-    ),
     "assert": (
         "import builtins, sys\n"
         "class Silent(BaseException):\n    pass\n"

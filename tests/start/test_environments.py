@@ -29,12 +29,9 @@ def workers() -> list[str]:
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        (own("Missing"), "has no Missing"),
         (own("Guess", "environment.args.hint=colder"), ""),
-        (own("Guess", "environment.args.colour=1"), "colour"),
         (own("Guess", "environment.python=/no/such/python"), "/no/such/python"),
         (["environment._target_=tests.mode.dying_environment.Guess"], "(exit code 4); its last line: no license was f"),
-        (["environment=tools", "environment.tools=[no_such.tool]"], "no_such.tool"),
     ],
 )
 def test_an_environment_that_cannot_be_loaded_is_one_sentence_and_leaves_no_process(
