@@ -18,13 +18,12 @@ from app.mode.train import CONTROLLERS, TrainingRun
 from app.placement import controller as placement_controller
 from app.placement import watchdog
 from app.types import MemoryUse, StepReport
-from tests.simulation import SimEngine, SimTrainer, World, config, run_virtual, without_threads
+from tests.simulation import BOTH, SimEngine, SimTrainer, World, config, run_virtual, without_threads
 
 PHASES = {  # of which `time/step` is the sum
     PlacementKind.colocate: ("generate", "train", "sync"),
     PlacementKind.fully_async: ("wait", "train", "sync"),
 }
-BOTH = pytest.mark.parametrize("kind", list(CONTROLLERS))
 Prepare = Callable[[World, pytest.MonkeyPatch], None]
 
 

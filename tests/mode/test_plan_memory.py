@@ -91,14 +91,9 @@ def test_long_contexts_leave_a_tenth_of_80_gib(
     model: Architecture, preset: str, devices: int, tokens: int, place: OptimizerOffload
 ) -> None:
     given = (
-        "device=cuda",
-        f"model={preset}",
-        f"placement.devices={devices}",
-        "rollout.tensor_parallel=1",
-        "device.memory_gib=80",
-        "rollout.max_prompt_tokens=2048",
-        f"rollout.max_completion_tokens={tokens - 2048}",
-    )
+        f"device=cuda model={preset} placement.devices={devices} rollout.tensor_parallel=1 device.memory_gib=80 "
+        f"rollout.max_prompt_tokens=2048 rollout.max_completion_tokens={tokens - 2048}"
+    ).split()
     config = composed(*given)
     assert with_memory_settings(config, device_of(config.device.kind), model).offload.optimizer is place
     left = {}

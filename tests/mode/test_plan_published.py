@@ -40,17 +40,12 @@ PUBLISHED = [
 
 def largest_phase(model: Architecture, gpus: int, rank: int, tokens: int) -> Items:
     """The largest phase of a train step, as torch's allocator sees it."""
-    config = composed(
-        "device=cuda",
-        "placement=fully_async",
-        f"model=qwen3_4b{'_lora' if rank else ''}",
-        f"model.lora.rank={rank}",
-        f"placement.trainer_devices={gpus}",
-        "placement.rollout_devices=2",
-        "trainer.activation_checkpointing=all",
-        f"trainer.tokens_per_microbatch={tokens}",
-        f"rollout.max_completion_tokens={tokens - 2048}",
+    line = (
+        f"device=cuda placement=fully_async model=qwen3_4b{'_lora' if rank else ''} model.lora.rank={rank} "
+        f"placement.trainer_devices={gpus} placement.rollout_devices=2 trainer.activation_checkpointing=all "
+        f"trainer.tokens_per_microbatch={tokens} rollout.max_completion_tokens={tokens - 2048}"
     )
+    config = composed(*line.split())
     device = replace(device_of(config.device.kind), memory_query=None)
     plan = plan_memory(config, device, model, engine_flags(config, device))
     steps = [phase for phase in plan.phases if phase.device == "trainer device" and phase.name != "sync"]
