@@ -22,12 +22,7 @@ def test_engines_get_a_tokenizer_for_stop_strings(stop: list[str]) -> None:
 
 @pytest.mark.parametrize(
     "overrides",
-    [
-        ["device=cpu"],
-        ["rollout.urls=[http://here]"],
-        ["model=qwen35_9b_lora"],
-        ["weight_sync.verify=first"],
-    ],
+    [["device=cpu"], ["rollout.urls=[http://here]"], ["model=qwen35_9b_lora"], ["weight_sync.verify=first"]],
 )
 def test_drafts_are_refused_where_engines_would_not_sample_as_without(overrides: list[str]) -> None:
     given = ["device=cuda", "model=qwen35_9b", *overrides]

@@ -44,7 +44,6 @@ CONVERSATIONS = {
 
 
 def tokenizer_of(family: str, folder: Path) -> Any:
-
     template = (write_model(folder, family) / "chat_template.jinja").read_text()
     return PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), chat_template=template)
 
@@ -274,9 +273,6 @@ def test_variables_of_the_template_are_those_of_the_row_else_those_of_the_run(js
     data = build(config, tokenizer, seed=0, max_prompt_tokens=1000)
     begins = [tokenizer.decode(each.token_ids).partition(" <|im")[0] for each in data.evals["eval"]]
     assert begins == ["low False", "high False", "low True"]
-
-
-# --- a resume compares what rows say
 
 
 @pytest.mark.parametrize("field", ["prompt.0.content", "prompt.1.content", "prompt.0.role"])
