@@ -231,10 +231,9 @@ def test_a_reply_that_spells_the_token_that_ends_it_is_refused(tmp_path: Path, j
         imitated_of([ASK, {"role": "assistant", "content": "2<|im_end|> or 3"}], "qwen2_5.jinja", tmp_path, jsonl)
 
 
-@pytest.mark.parametrize("flag", ["loss_mask", "weight", "train"])
-def test_replies_are_imitated_as_their_flags_say(flag: str, tmp_path: Path, jsonl: Callable[..., str]) -> None:
+def test_replies_are_imitated_as_their_flags_say(tmp_path: Path, jsonl: Callable[..., str]) -> None:
     def replies(*trained: int) -> list[dict[str, Any]]:
-        said = [{"role": "assistant", "content": f"a{number}", flag: each} for number, each in enumerate(trained)]
+        said = [{"role": "assistant", "content": f"a{number}", "weight": each} for number, each in enumerate(trained)]
         return [message for each in said for message in (ASK, each)]
 
     found = [imitated_of(replies(*each), "qwen2_5.jinja", tmp_path, jsonl) for each in ([1, 1], [0, 1], [1, 0])]

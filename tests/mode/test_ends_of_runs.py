@@ -166,24 +166,20 @@ def test_a_failed_sync_saves_the_step_that_was_trained(
 ) -> None:
     """Its update is done: the parameters are those of step 4, and no longer those of step 3."""
     world = a_world(kind, tmp_path, monkeypatch)
-    monkeypatch.setattr(world, "context", failing_sync(world, at=4))
+    make = world.context
+
+    def context() -> Any:
+        made = make()
+        world.sync.fail_at = 4
+        return made
+
+    monkeypatch.setattr(world, "context", context)
     with pytest.raises(RunError, match="push failed on purpose"):
         play(world)
     assert [line["step"] for line in world.recorder.lines] == [1, 2, 3, 4]
     assert saved(tmp_path) == 4
     trained = [ids for _, ids, _ in world.recorder.ledger]
     assert trained == [[group.prompt.id for group in groups] for _, groups in world.trainer.trained]
-
-
-def failing_sync(world: World, at: int) -> Callable[[], Any]:
-    make = World.context
-
-    def context() -> Any:
-        made = make(world)
-        world.sync.fail_at = at
-        return made
-
-    return context
 
 
 @BOTH

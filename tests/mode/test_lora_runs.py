@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.mode.test_environment_runs import steps_of
 from tests.runs import Run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -25,10 +26,6 @@ COMBINATIONS = {
     ).split(),
     "targets": ["model.lora.targets=[q_proj,v_proj]", "model.lora.alpha=16"],
 }
-
-
-def steps_of(run: Run) -> list[dict[str, float]]:
-    return [line for line in run.metrics() if "time/step" in line]
 
 
 def assert_on_policy(run: Run, bound: float = ROUNDING) -> None:
