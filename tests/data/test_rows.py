@@ -113,8 +113,6 @@ def test_generated_problems_are_right_different_and_the_same_for_every_run(name:
 # Rejected data
 
 GOOD = {"question": "q", "answer": "a"}
-
-
 NESTED = {"prompt": [{"content": "q"}], "answer": "a"}
 
 

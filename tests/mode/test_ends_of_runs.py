@@ -50,6 +50,17 @@ def a_world(kind: PlacementKind, folder: Path, monkeypatch: pytest.MonkeyPatch, 
     return World(settings, folder, trainer=Ranks(seconds=0.1, finish=0.2))
 
 
+def training_run(world: World, context: Any) -> TrainingRun:
+    workers: Any = SimpleNamespace(
+        supervisor=context.supervisor,
+        monitor=context.supervisor.monitor,
+        inputs=SimpleNamespace(prompts=SimpleNamespace(train=world.cursor)),
+    )
+    run = TrainingRun(world.config, None, world.folder, world.recorder, workers)  # type: ignore[arg-type]
+    run.checkpoints = context.checkpoints
+    return run
+
+
 def play(world: World, *, resumed: RunState | None = None, interrupt_at: float | None = None) -> None:
     """The run in virtual time, from a checkpoint if given, until its end or an interrupt."""
 
@@ -60,13 +71,7 @@ def play(world: World, *, resumed: RunState | None = None, interrupt_at: float |
         if resumed is not None and checkpoint is not None:
             context.checkpoints.rewind(checkpoint)
             version = resumed.version
-        workers: Any = SimpleNamespace(
-            supervisor=context.supervisor,
-            monitor=context.supervisor.monitor,
-            inputs=SimpleNamespace(prompts=SimpleNamespace(train=world.cursor)),
-        )
-        run = TrainingRun(world.config, None, world.folder, world.recorder, workers)  # type: ignore[arg-type]
-        run.checkpoints = context.checkpoints
+        run = training_run(world, context)
         due = resumed is not None and resumed.evaluation_due
         controller = CONTROLLERS[world.config.placement.kind](context, version, evaluation_due=due)
         task = asyncio.create_task(run.run(controller))

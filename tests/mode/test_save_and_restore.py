@@ -25,6 +25,7 @@ from app.placement.controller import CURSOR
 from app.tracking.recorder import RunFolderRecorder
 from app.utils.tasks import until_signal
 from tests.checkpoint.plain_files import DATA, PlainFiles, flip_a_byte, names, save
+from tests.mode.test_ends_of_runs import training_run
 from tests.model.support import save_qwen3
 from tests.simulation import SimTrainer, World, config, prompts
 
@@ -66,20 +67,12 @@ def interrupted(folder: Path, trainer: Interrupting, *, steps: int = 1000, grace
 
     async def main() -> None:
         context = world.context()
-        workers: Any = SimpleNamespace(
-            supervisor=context.supervisor,
-            monitor=context.supervisor.monitor,
-            inputs=SimpleNamespace(prompts=SimpleNamespace(train=world.cursor)),
-        )
-        recorder: Any = world.recorder
-        run = TrainingRun(settings, None, folder, recorder, workers)  # type: ignore[arg-type]
-        run.checkpoints = context.checkpoints
 
         def answer() -> None:
-            recorder.warn(second_signal(settings))
+            world.recorder.warn(second_signal(settings))
             trainer.answered.set()
 
-        await until_signal(run.run(Colocate(context)), on_second=answer)
+        await until_signal(training_run(world, context).run(Colocate(context)), on_second=answer)
 
     with pytest.raises(Interrupted, match="interrupted by SIGTERM"):
         asyncio.run(main())
