@@ -55,9 +55,7 @@ OPENENV = ["model=qwen3_4b", "environment=openenv", "environment.url=ws://here"]
     ("overrides", "data", "reward"),
     [
         ([], "arithmetic", "exact"),
-        (["data=gsm8k"], "gsm8k", "math"),
         (["model=qwen3_4b"], "dapo_math", "math"),
-        (["model=qwen3_4b", "data=mbpp"], "mbpp", "code"),
         (["model=qwen3_4b", "data=mbpp", "reward=exact"], "mbpp", "exact"),
         (["environment=verifiers", "environment.id=x"], "environment", "environment"),
         (["environment=verifiers", "environment.id=x", "model=qwen3_4b"], "environment", "environment"),

@@ -261,9 +261,6 @@ def test_control_tokens_that_a_text_spells_stay_text(role: str, jsonl: Jsonl, tm
     )
 
 
-# --- variables of the template
-
-
 def test_variables_of_the_template_are_those_of_the_row_else_those_of_the_run(jsonl: Jsonl, model: Any) -> None:
     tokenizer = with_template(model, "{{ effort }} {{ enable_thinking }} " + CHATML.replace("TEXT", "message.content"))
     kwargs = [{}, {"effort": "high"}, '{"enable_thinking": true}']

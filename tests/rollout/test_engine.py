@@ -115,21 +115,6 @@ async def test_abort_ends_the_group_of_a_prompt_and_no_other(endless: RemoteEngi
     assert [len(completion.token_ids) for completion in finished] == [900] * 3
 
 
-@pytest.mark.parametrize("mode", [InFlight.in_place, InFlight.retract])
-async def test_a_paused_group_continues_when_resumed(mode: InFlight, endless: RemoteEngine, tiny_model: Path) -> None:
-    given = request(group_size=4, temperature=HOT, max_tokens=LONG)
-
-    task = await in_flight(endless, given)
-    await endless.pause(mode)
-    await asyncio.sleep(1.0)
-    assert not task.done()
-    await endless.resume()
-    completions = await asyncio.wait_for(task, 60)
-    assert_whole(completions, given)
-    assert not any(completion.finish_reason is FinishReason.abort for completion in completions)
-    assert largest_difference(tiny_model, [given], [completions]) < 1e-4
-
-
 async def test_a_paused_engine_leaves_the_cores_to_others_and_wakes_at_once(endless: RemoteEngine) -> None:
     """SGLang's own loop would take a whole core while the trainer trains."""
 
