@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+
 @pytest.fixture
 def tokenizer() -> Any:
     """One token per character, no default special tokens, no chat template."""
