@@ -19,16 +19,10 @@ from app.data.prompts import PromptData, build, rendering_warnings
 from app.model.hf_directory import load_tokenizer
 from app.types import Prompt
 from tests.byte_level import write_tokenizer
-from tests.environment.qwen import write_model
+from tests.environment.qwen import user, write_model
 from tests.refusals import refused
 
 Jsonl = Callable[..., str]
-
-
-def user(text: str) -> dict[str, Any]:
-    return {"role": "user", "content": text}
-
-
 SYSTEM = {"role": "system", "content": "You add."}
 CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
 CONVERSATIONS = {

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import shutil
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,35 +31,22 @@ def test_verifiers_renders_as_the_model_does(tmp_path: Path, family: str, enable
     assert (config.name, config.enable_thinking, config.thinking_retention) == (family, enabled, "all")
 
 
-@dataclass
-class Engine:
-    """Answers requests from a script, and checks that sequences only grow."""
-
-    script: list[str]
-    sequences: list[list[int]] = field(default_factory=list)
-
-    def answer(self, ask: SampleRequest) -> tuple[list[int], str]:
-        assert ask.sequence <= len(self.sequences)
-        if ask.sequence == len(self.sequences):
-            self.sequences.append([])
-        if not self.script:
-            return [], "full"
-        token_ids = ids(self.script.pop(0))
-        before = self.sequences[ask.sequence]
-        assert list(ask.context[: len(before)]) == before
-        self.sequences[ask.sequence] = [*ask.context, *token_ids]
-        return token_ids, "stop"
-
-
 async def play(pool: EnvironmentPool, index: int, *script: str) -> tuple[str, End]:
-    """The text of an episode's first sequence, and how it ended."""
+    """The text of an episode's first sequence, and how it ended. Sequences only grow."""
     session = await pool.begin(Task(f"set/{index}@0", "", "", "set", {"index": index}), [])
-    engine = Engine([*script])
+    left, sequences = [*script], list[list[int]]()
     while isinstance(event := await asyncio.wait_for(session.next(), 4 * PATIENCE_S), SampleRequest):
-        token_ids, finish = engine.answer(event)
-        session.reply(event, Answer(event.number, token_ids, finish, [-0.5] * len(token_ids)))
+        assert event.sequence <= len(sequences)
+        if event.sequence == len(sequences):
+            sequences.append([])
+        said = ids(left.pop(0)) if left else []
+        if said:
+            before = sequences[event.sequence]
+            assert list(event.context[: len(before)]) == before
+            sequences[event.sequence] = [*event.context, *said]
+        session.reply(event, Answer(event.number, said, "stop" if said else "full", [-0.5] * len(said)))
     assert isinstance(event, End), event
-    return decoded(engine.sequences[0]), event
+    return decoded(sequences[0]), event
 
 
 @pytest.mark.slow

@@ -42,9 +42,9 @@ class Ranks(SimTrainer):
             await super().abort_step()
 
 
-def a_world(kind: PlacementKind, folder: Path, monkeypatch: pytest.MonkeyPatch, *, steps: int = 6) -> World:
+def a_world(kind: PlacementKind, folder: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     without_threads(monkeypatch)
-    settings = config(kind, steps=steps, max_staleness=0)
+    settings = config(kind, steps=6, max_staleness=0)
     settings.checkpoint = CheckpointConfig(every=0, keep=2, export=False)
     settings.eval.every = 3
     return World(settings, folder, trainer=Ranks(seconds=0.1, finish=0.2))

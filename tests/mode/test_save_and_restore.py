@@ -41,7 +41,6 @@ class Interrupting(SimTrainer):
 
     at: int = 4
     more: int = 0
-    pause: float = 0.0  # seconds, at the end of a write
     answered: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def begin_step(self, *, version: int) -> None:
@@ -54,15 +53,13 @@ class Interrupting(SimTrainer):
         for number in range(self.more):
             os.kill(os.getpid(), signal.SIGTERM)
             await asyncio.wait_for(self.answered.wait() if number == 0 else asyncio.sleep(DEADLINE_S), DEADLINE_S)
-        await asyncio.sleep(self.pause)
         return await PlainFiles().write(folder)
 
 
-def interrupted(folder: Path, trainer: Interrupting, *, steps: int = 1000, grace_s: float = DEADLINE_S) -> World:
+def interrupted(folder: Path, trainer: Interrupting, *, steps: int = 1000) -> World:
     """Run the simulated world until it is interrupted."""
     settings = config(PlacementKind.colocate, steps=steps)
-    settings.checkpoint = CheckpointConfig()
-    settings.checkpoint.grace_s = grace_s
+    settings.checkpoint = CheckpointConfig(grace_s=DEADLINE_S)
     world = World(settings, folder, lambda prompt_id: 0.001, push_seconds=0.0, trainer=trainer)
 
     async def main() -> None:
@@ -150,12 +147,12 @@ class Restored(SimTrainer):
 class Resumed:
     """A run with checkpoints of steps 20, 40 and 60 that is being resumed."""
 
-    def __init__(self, folder: Path, *, rows: int = 10) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.source = save_qwen3(folder / "source")
         self.checkpoints = folder / "checkpoints"
         self.trainer = Restored()
-        saved = PromptCursor(prompts(rows), seed=0, shuffle=True)
+        saved = PromptCursor(prompts(10), seed=0, shuffle=True)
         saved.take(3)
         save(folder, [20, 40, 60], extra={CURSOR: saved.state()}, model=identity(self.source, LoraConfig()))
 
