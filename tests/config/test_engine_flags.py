@@ -29,14 +29,8 @@ def test_the_flags_read_from_its_source_are_those_of_sglangs_own_parser() -> Non
 @pytest.mark.parametrize(
     ("flag", "value"),
     [
-        ("speculative-algorithm", "NGRAM"),
-        ("speculative-accept-threshold-single", 0.9),
-        ("enable-deterministic-inference", True),
-        ("rl-on-policy-target", "fsdp"),
         ("quantization", "fp8"),
-        ("preferred-sampling-params", "{}"),
-        ("dtype", "float16"),
-        ("random-seed", 3),
+        ("enable-deterministic-inference", True),
         ("quantizatio", "fp8"),  # an abbreviation, which argparse takes
         ("not-a-flag", 1),
         ("context-length", "bogus"),

@@ -4,15 +4,12 @@ import re
 import shlex
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 from hydra import compose, initialize_config_dir
-from omegaconf import DictConfig
 
 from app.config import compose as configuration
-from app.config.algorithm import Aggregation, AlgorithmConfig, Correction, OldPolicy, RatioLevel
 from app.config.device import DeviceKind
 from app.config.model import TINY_PRESETS
 from app.config.placement import PlacementKind
@@ -31,59 +28,7 @@ SWEEPS = sorted(path.stem for path in (CONF / "sweep").glob("*.yaml"))
 RUNNABLE = sorted(path for group in ("experiment", "sweep", "model", "algorithm") for path in (CONF / group).glob("*"))
 MODELS = sorted({path.stem for path in (CONF / "model").glob("*.yaml")} - {"hf"})
 PLACEMENTS = ["colocate", "fully_async"]
-
-
-SIZES = {"prompts_per_step", "group_size"}
-# Of GRPO the settings that define it, of the others what differs; the rest is the default. Others may set sizes only.
-PUBLISHED: dict[str, dict[str, Any]] = {
-    "grpo": {
-        "updates_per_step": 1,
-        "normalize_by_std": True,
-        "ratio": RatioLevel.token,
-        "clip_low": 0.2,
-        "clip_high": 0.2,
-        "aggregation": Aggregation.seq_mean_token_mean,
-        "dynamic_sampling": False,
-        "overlong_buffer_fraction": 0.0,
-    },
-    "dapo": {
-        "updates_per_step": 16,
-        "clip_high": 0.28,
-        "aggregation": Aggregation.token_mean,
-        "dynamic_sampling": True,
-        "overlong_buffer_fraction": 0.2,
-    },
-    "dr_grpo": {"normalize_by_std": False, "aggregation": Aggregation.seq_mean_token_sum_norm},
-    "gspo": {"updates_per_step": 4, "ratio": RatioLevel.sequence, "clip_low": 3e-4, "clip_high": 4e-4},
-    "cispo": {
-        "objective": "cispo",
-        "old_policy": OldPolicy.rollout,
-        "clip_low": 1.0,
-        "clip_high": 4.0,
-        "aggregation": Aggregation.token_mean,
-    },
-    "dppo": {"objective": "dppo", "old_policy": OldPolicy.rollout},
-    "sapo": {"objective": "sapo", "updates_per_step": 4},
-    "rloo": {"advantage": "rloo", "aggregation": Aggregation.seq_mean_token_sum},
-    "maxrl": {"advantage": "maxrl"},
-    "opd": {"reward_coefficient": 0.0, "aggregation": Aggregation.token_mean},
-}
-COMPOSITIONS = [
-    *([f"model={model}", f"placement={placement}"] for model in MODELS for placement in PLACEMENTS),
-    *(["model=hf", "model.path=Qwen/Qwen3-1.7B", f"placement={placement}"] for placement in PLACEMENTS),
-    *([f"experiment={experiment}"] for experiment in (*EXPERIMENTS, *CPU_EXPERIMENTS)),
-]
-# What no preset but those of algorithms sets is the same in every composition, as a test of their files shows.
-CELLS = [
-    pytest.param(
-        composition,
-        algorithm,
-        id=f"{','.join(composition)}-{algorithm}",
-        marks=() if "model=tiny" in composition or algorithm == "dapo" else pytest.mark.slow,
-    )
-    for composition in COMPOSITIONS
-    for algorithm in PUBLISHED
-]
+SIZES = {"prompts_per_step", "group_size"}  # of an algorithm
 
 # What is meant for hardware. `model=hf` is for models of which one device can hold the whole training state: with
 # AdamW's temporaries, one NPU cannot hold that of 4 B parameters.
@@ -105,23 +50,6 @@ DEVICE_KINDS = {
     PlacementKind.colocate: {"shared device"},
     PlacementKind.fully_async: {"trainer device", "engine device"},
 }
-
-
-def sweep(name: str, *overrides: str) -> DictConfig:
-    configuration.register()
-    with initialize_config_dir(conf_path(), version_base="1.3"):
-        return compose("config", overrides=[f"sweep={name}", *overrides], return_hydra_config=True)
-
-
-@pytest.mark.parametrize(("composition", "algorithm"), CELLS)
-def test_an_algorithm_is_the_published_one_in_every_composition(composition: list[str], algorithm: str) -> None:
-    config = composed(f"algorithm={algorithm}", *composition)
-    published = {**PUBLISHED["grpo"], **PUBLISHED[algorithm]}
-    sizes = {name: getattr(config.algorithm, name) for name in SIZES}
-    assert config.algorithm == AlgorithmConfig(name=algorithm, **published, **sizes)
-    corrects = config.placement.max_staleness and config.algorithm.old_policy is OldPolicy.trainer
-    assert config.correction is (Correction.tis if corrects else Correction.none)
-    assert config.stream == (config.placement.kind is PlacementKind.fully_async and published["updates_per_step"] == 1)
 
 
 @pytest.mark.parametrize("path", sorted(CONF.glob("*/*.yaml")), ids=lambda path: f"{path.parent.name}={path.stem}")
@@ -180,7 +108,9 @@ def test_every_job_of_a_sweep_composes(name: str) -> None:
     from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
-    composition = sweep(name)
+    configuration.register()
+    with initialize_config_dir(conf_path(), version_base="1.3"):
+        composition = compose("config", [f"sweep={name}"], return_hydra_config=True)
     assert composition.hydra.mode.name == "MULTIRUN"
     lines = [f"{key}={values}" for key, values in composition.hydra.sweeper.params.items()]
     (jobs,) = BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(lines), None)

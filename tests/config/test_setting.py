@@ -52,10 +52,6 @@ def inside(bounds: Bounds) -> list[float]:
     return values
 
 
-def test_the_defaults_are_within_their_bounds() -> None:
-    check_bounds(RunConfig())
-
-
 @pytest.mark.parametrize("setting", BOUNDED, ids=lambda each: each.key)
 def test_a_declared_bound_is_enforced(setting: Setting) -> None:
     for value in outside(setting.bounds):

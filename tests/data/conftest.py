@@ -7,11 +7,6 @@ from typing import Any
 
 import pytest
 
-CHAT_TEMPLATE = (
-    "{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% if not enable_thinking %}~{% endif %}{% endif %}"
-)
-
 
 @pytest.fixture
 def tokenizer() -> Any:
@@ -24,12 +19,6 @@ def tokenizer() -> Any:
     backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     backend.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False)
-
-
-@pytest.fixture
-def chat_tokenizer(tokenizer: Any) -> Any:
-    tokenizer.chat_template = CHAT_TEMPLATE
-    return tokenizer
 
 
 @pytest.fixture

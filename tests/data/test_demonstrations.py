@@ -19,11 +19,11 @@ from tests.environment.families import TEMPLATES
 from tests.refusals import refused
 
 CHAT = DataConfig(name="mine", question="messages", template=Template.chat, shuffle=False)
-ASKED = [{"role": "user", "content": "1+1="}]
+ASK = {"role": "user", "content": "1+1="}
 TURN = [{"role": "user", "content": "12+34="}, {"role": "assistant", "content": "46"}]
 SEVERAL = [
     {"role": "system", "content": "Add."},
-    {"role": "user", "content": "1+1="},
+    ASK,
     {"role": "assistant", "content": "2"},
     {"role": "user", "content": "2+2="},
     {"role": "assistant", "content": "4"},
@@ -154,7 +154,7 @@ def test_the_stream_drops_and_counts_demonstrations_with_a_long_prompt(
 @pytest.mark.parametrize(
     ("row", "key"),
     [
-        ({"messages": ASKED}, "data.question"),
+        ({"messages": [ASK]}, "data.question"),
         ({"messages": TURN[1:]}, "data.question"),
         ({"messages": [TURN[1], TURN[1]]}, "data.question"),
         ({"messages": [*TURN, {"role": "assistant", "content": [{"type": "image"}]}]}, "data.question"),
@@ -183,19 +183,14 @@ def test_a_template_that_does_not_end_a_reply_is_refused(
 
 # --- what a reply says is imitated, or the row is refused
 
-ASK = {"role": "user", "content": "1+1="}
 THOUGHT = "<think>\nOne and one.\n</think>\n\n"
-
-
-def thinking_of(name: str, template: str, folder: Path) -> tuple[Any, Path]:
-    path = write_tokenizer(folder, R1 if name == "r1" else CHATML)
-    return load_tokenizer(path, chat_template=(TEMPLATES / template).read_text()), path
 
 
 def imitated_of(
     messages: list[dict[str, Any]], template: str, folder: Path, jsonl: Callable[..., str], **settings: Any
 ) -> list[str]:
-    tokenizer, path = thinking_of("r1" if "r1" in template else "", template, folder)
+    path = write_tokenizer(folder, R1 if "r1" in template else CHATML)
+    tokenizer = load_tokenizer(path, chat_template=(TEMPLATES / template).read_text())
     config = replace(CHAT, **settings)
     (prompt,) = prompts_of(config, jsonl({"messages": messages}), tokenizer)
     (sequence,) = demonstrator(tokenizer, path, config).sequences([prompt])
@@ -236,10 +231,9 @@ def test_a_reply_that_spells_the_token_that_ends_it_is_refused(tmp_path: Path, j
         imitated_of([ASK, {"role": "assistant", "content": "2<|im_end|> or 3"}], "qwen2_5.jinja", tmp_path, jsonl)
 
 
-@pytest.mark.parametrize("flag", ["loss_mask", "weight", "train"])
-def test_replies_are_imitated_as_their_flags_say(flag: str, tmp_path: Path, jsonl: Callable[..., str]) -> None:
+def test_replies_are_imitated_as_their_flags_say(tmp_path: Path, jsonl: Callable[..., str]) -> None:
     def replies(*trained: int) -> list[dict[str, Any]]:
-        said = [{"role": "assistant", "content": f"a{number}", flag: each} for number, each in enumerate(trained)]
+        said = [{"role": "assistant", "content": f"a{number}", "weight": each} for number, each in enumerate(trained)]
         return [message for each in said for message in (ASK, each)]
 
     found = [imitated_of(replies(*each), "qwen2_5.jinja", tmp_path, jsonl) for each in ([1, 1], [0, 1], [1, 0])]

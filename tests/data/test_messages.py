@@ -19,16 +19,10 @@ from app.data.prompts import PromptData, build, rendering_warnings
 from app.model.hf_directory import load_tokenizer
 from app.types import Prompt
 from tests.byte_level import write_tokenizer
-from tests.environment.qwen import write_model
+from tests.environment.qwen import user, write_model
 from tests.refusals import refused
 
 Jsonl = Callable[..., str]
-
-
-def user(text: str) -> dict[str, Any]:
-    return {"role": "user", "content": text}
-
-
 SYSTEM = {"role": "system", "content": "You add."}
 CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
 CONVERSATIONS = {
@@ -44,7 +38,6 @@ CONVERSATIONS = {
 
 
 def tokenizer_of(family: str, folder: Path) -> Any:
-
     template = (write_model(folder, family) / "chat_template.jinja").read_text()
     return PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), chat_template=template)
 
@@ -262,9 +255,6 @@ def test_control_tokens_that_a_text_spells_stay_text(role: str, jsonl: Jsonl, tm
     )
 
 
-# --- variables of the template
-
-
 def test_variables_of_the_template_are_those_of_the_row_else_those_of_the_run(jsonl: Jsonl, model: Any) -> None:
     tokenizer = with_template(model, "{{ effort }} {{ enable_thinking }} " + CHATML.replace("TEXT", "message.content"))
     kwargs = [{}, {"effort": "high"}, '{"enable_thinking": true}']
@@ -274,9 +264,6 @@ def test_variables_of_the_template_are_those_of_the_row_else_those_of_the_run(js
     data = build(config, tokenizer, seed=0, max_prompt_tokens=1000)
     begins = [tokenizer.decode(each.token_ids).partition(" <|im")[0] for each in data.evals["eval"]]
     assert begins == ["low False", "high False", "low True"]
-
-
-# --- a resume compares what rows say
 
 
 @pytest.mark.parametrize("field", ["prompt.0.content", "prompt.1.content", "prompt.0.role"])

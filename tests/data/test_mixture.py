@@ -69,15 +69,11 @@ def test_other_weights_do_not_match_a_checkpoint() -> None:
         cursor({**WEIGHTS, "a": 3.0}).restore(state)
 
 
-def config_of(jsonl: Callable[..., str], **more: Any) -> DataConfig:
+def test_rows_are_held_out_of_each_training_set(jsonl: Callable[..., str], tokenizer: Any) -> None:
     easy = jsonl(*[{"question": f"{n}", "answer": "1"} for n in range(40)], name="easy.jsonl")
     hard = jsonl(*[{"question": f"{n}*", "answer": "1"} for n in range(20)], name="hard.jsonl")
     sets = {"easy": TrainSetConfig(path=easy), "hard": TrainSetConfig(path=hard, weight=3)}
-    return DataConfig(train_sets=sets, **more)
-
-
-def test_rows_are_held_out_of_each_training_set(jsonl: Callable[..., str], tokenizer: Any) -> None:
-    data = build(config_of(jsonl, eval_fraction=0.1), tokenizer, seed=0, max_prompt_tokens=8)
+    data = build(DataConfig(train_sets=sets, eval_fraction=0.1), tokenizer, seed=0, max_prompt_tokens=8)
     assert data.counts.text == "54 training rows (easy 36 at weight 1; hard 18 at weight 3), 6 held-out rows"
     assert Counter(prompt.source for prompt in data.train.take(400)) == {"easy": 100, "hard": 300}
 

@@ -14,6 +14,10 @@ from app.config.data import DataConfig, GeneratedConfig, Template
 from app.data.prompts import build
 
 SMALL = GeneratedConfig(problems=40, eval_problems=8)
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% if not enable_thinking %}~{% endif %}{% endif %}"
+)
 
 
 def test_a_plain_prompt_is_prefix_question_and_suffix_and_carries_every_column_of_its_row(
@@ -58,12 +62,13 @@ def test_columns_of_parquet_become_json_values_and_columns_of_bytes_are_left_out
     ],
 )
 def test_a_chat_prompt_follows_the_tokenizers_template(
-    jsonl: Callable[..., str], chat_tokenizer: Any, thinking: bool, system: str | None, expected: str
+    jsonl: Callable[..., str], tokenizer: Any, thinking: bool, system: str | None, expected: str
 ) -> None:
     path = jsonl(*[{"question": "1+1=", "answer": "2"}] * 2)
     config = DataConfig(path=path, suffix="!", template=Template.chat, thinking=thinking, system=system)
-    data = build(config, chat_tokenizer, seed=0, max_prompt_tokens=64)
-    assert chat_tokenizer.decode(next(data.train).token_ids) == expected
+    tokenizer.chat_template = CHAT_TEMPLATE
+    data = build(config, tokenizer, seed=0, max_prompt_tokens=64)
+    assert tokenizer.decode(next(data.train).token_ids) == expected
 
 
 def test_prompt_ids_contain_source_row_and_epoch(tokenizer: Any) -> None:

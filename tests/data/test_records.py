@@ -102,8 +102,6 @@ def test_a_damaged_or_empty_file_is_refused(name: str, content: bytes, named: st
     require_refused("data.path", tmp_path / name, named, path=str(tmp_path / name))
 
 
-# Broken rows
-
 BROKEN = [
     '{"question": "q0", "answer": "0"}',
     "{broken",

@@ -20,9 +20,6 @@ def load(**settings: Any) -> rows.DataRows:
     return rows.load(DataConfig(**settings))
 
 
-# Accepted data
-
-
 def test_a_jsonl_file_keeps_its_row_numbers_and_skips_blank_lines(jsonl: Callable[..., str]) -> None:
     path = jsonl({"q": "a", "n": 1}, "", {"q": "b", "n": 2.5}, {"q": "c", "n": "3"})
     loaded = rows.load(DataConfig(name="mine", path=path, question="q", answer="n", eval_fraction=0.3))
@@ -110,11 +107,7 @@ def test_generated_problems_are_right_different_and_the_same_for_every_run(name:
         assert (row.source, row.answer) == (name, str(eval(row.question.removesuffix("="))))
 
 
-# Rejected data
-
 GOOD = {"question": "q", "answer": "a"}
-
-
 NESTED = {"prompt": [{"content": "q"}], "answer": "a"}
 
 

@@ -1,7 +1,7 @@
 """Rows of a function of the user."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +14,16 @@ from tests.refusals import refused
 
 
 @pytest.fixture
-def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], str]]:
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
     """Write a module into the working directory and return its name."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    names: list[str] = []
 
     def write(source: str) -> str:
-        name = f"own_rows_{len(names)}_{tmp_path.name}"
-        names.append(name)
-        (tmp_path / f"{name}.py").write_text(source)
-        return name
+        (tmp_path / f"own_rows_{tmp_path.name}.py").write_text(source)
+        return f"own_rows_{tmp_path.name}"
 
-    yield write
-    for name in names:
-        sys.modules.pop(name, None)
+    return write
 
 
 def test_a_function_in_the_working_directory_yields_the_rows(module: Callable[[str], str], tokenizer: Any) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.environment.qwen import PATTERN, TEMPLATES
+from tests.environment.qwen import TEMPLATES, byte_pairs
 
 LLAMA = """{{- bos_token }}
 {%- for message in messages %}
@@ -83,18 +83,10 @@ FAMILIES = {
 
 def write_family(folder: Path, family: Family) -> Path:
     """Write the files of a model directory that rendering reads."""
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import AddedToken
 
     folder.mkdir(parents=True, exist_ok=True)
-    backend = Tokenizer(models.BPE())
-    split = pre_tokenizers.Split(Regex(PATTERN), behavior="isolated")
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
-    backend.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=600, initial_alphabet=alphabet, show_progress=False)
-    backend.train_from_iterator([family.template, "assistant\n user\n system\n .\n\n !\n\n\n"] * 3, trainer)
+    backend = byte_pairs([family.template, "assistant\n user\n system\n .\n\n !\n\n\n"], 600)
     backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in family.special])
     backend.add_tokens([AddedToken(token, special=False, normalized=False) for token in family.plain])
     backend.save(str(folder / "tokenizer.json"))

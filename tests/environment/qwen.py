@@ -28,23 +28,30 @@ PATTERN = (  # Qwen's pre-tokenizer
 @cache
 def tokenizer() -> Any:
     """A byte-level BPE whose merges span newlines and punctuation, as Qwen's do; trained on the templates' own text."""
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+    from tokenizers import AddedToken, normalizers
+
+    texts = [path.read_text() for path in sorted(TEMPLATES.glob("*.jinja"))]
+    backend = byte_pairs([*texts, "assistant\n user\n system\n .\n\n .\n !\n\n\n \n\n"], 1200, normalizers.NFC())
+    backend.add_special_tokens([AddedToken(token, special=True) for token in (*SPECIAL, *SPECIAL_PADS)])
+    backend.add_tokens([AddedToken(token, special=False) for token in MARKERS])
+    return backend
+
+
+def byte_pairs(texts: Sequence[str], size: int, normalizer: Any = None) -> Any:
+    """A byte-level BPE with Qwen's pre-tokenizer, trained on these texts."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     backend = Tokenizer(models.BPE())
-    backend.normalizer = normalizers.NFC()
+    if normalizer is not None:
+        backend.normalizer = normalizer
     split = pre_tokenizers.Split(Regex(PATTERN), behavior="isolated")
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
     backend.decoder = decoders.ByteLevel()
-
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=1200, initial_alphabet=alphabet, show_progress=False)
-    texts = [path.read_text() for path in sorted(TEMPLATES.glob("*.jinja"))]
-    backend.train_from_iterator([*texts, "assistant\n user\n system\n .\n\n .\n !\n\n\n \n\n"] * 3, trainer)
-
-    backend.add_special_tokens([AddedToken(token, special=True) for token in (*SPECIAL, *SPECIAL_PADS)])
-    backend.add_tokens([AddedToken(token, special=False) for token in MARKERS])
+    trainer = trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
+    backend.train_from_iterator([*texts] * 3, trainer)
     return backend
 
 
@@ -63,15 +70,14 @@ def user(text: str) -> dict[str, Any]:
     return {"role": "user", "content": text}
 
 
-def write_model(folder: Path, name: str, template: str | None = None) -> Path:
-    """Write the files of a model directory that rendering reads; `template` is another text than the family's."""
+def write_model(folder: Path, name: str) -> Path:
+    """Write the files of a model directory that rendering reads."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer().save(str(folder / "tokenizer.json"))
     config = {"model_type": MODEL_TYPE[name], "eos_token_id": tokenizer().token_to_id("<|im_end|>")}
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
-    text = (TEMPLATES / TEMPLATE[name]).read_text() if template is None else template
-    (folder / "chat_template.jinja").write_text(text)
+    (folder / "chat_template.jinja").write_text((TEMPLATES / TEMPLATE[name]).read_text())
     return folder
 
 

@@ -5,14 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from app.environment.protocol import Message, OutOfTurns, Reply, Sampled, Tool
-
-
-def encode(text: str) -> list[int]:
-    return [ord(character) for character in text]
-
-
-def decode(token_ids: Sequence[int]) -> str:
-    return "".join(map(chr, token_ids))
+from tests.environment.characters import tokens
 
 
 @dataclass
@@ -37,7 +30,7 @@ class ScriptedPolicy:
         self.asked.append({"token_ids": list(token_ids), "max_tokens": max_tokens})
         entry = self._next()
         assert isinstance(entry, str)
-        said = tuple(encode(entry))
+        said = tuple(tokens(entry))
         return Sampled(said, "stop", tuple(-0.5 - index / 8 for index in range(len(said))) if logprobs else None)
 
     def count(self, name: str, amount: float = 1.0) -> None:

@@ -1,7 +1,6 @@
 """The calculator: what it answers, what it refuses in words, and when an episode ends."""
 
 import asyncio
-from typing import Any
 
 import pytest
 
@@ -16,15 +15,6 @@ def played(*replies: str) -> ScriptedPolicy:
     policy = ScriptedPolicy(replies)
     assert asyncio.run(make({})().run(TASK, policy)) is None
     return policy
-
-
-def read(policy: ScriptedPolicy) -> list[list[dict[str, Any]]]:
-    """The messages before each reply that was given."""
-    return [each["messages"] for each in policy.asked[: len(policy.script)]]
-
-
-def last_read(policy: ScriptedPolicy) -> list[str]:
-    return [str(message["content"]) for message in read(policy)[-1]]
 
 
 @pytest.mark.parametrize(
@@ -53,5 +43,6 @@ def test_a_reply_without_a_question_ends_the_episode() -> None:
 
 def test_a_malformed_question_is_counted_and_the_episode_goes_on() -> None:
     policy = played("?12*7+30", "?12*7", "84")
-    assert last_read(policy) == ["?12*7+30", ERROR, "?12*7", "84\n"]
+    last_read = [message["content"] for message in policy.asked[2]["messages"]]
+    assert last_read == ["?12*7+30", ERROR, "?12*7", "84\n"]
     assert policy.counts == {"tool_calls": 2.0, "tool_failures": 1.0}

@@ -10,8 +10,9 @@ import pytest
 
 from app.environment.protocol import OutOfTokens, OutOfTurns, Reply, ToolCall
 from app.environment.worker.openai_endpoint.endpoint import SESSION_HEADER, Endpoint
+from tests.environment.characters import text_of, tokens
 from tests.environment.pools import Maker, a_task, play_one, running_pool
-from tests.environment.scripted_policy import ScriptedPolicy, decode, encode
+from tests.environment.scripted_policy import ScriptedPolicy
 
 ADD: Any = {
     "type": "function",
@@ -23,9 +24,8 @@ ADD: Any = {
 }
 
 
-def listening(warnings: list[str] | None = None) -> Endpoint:
-    heard: list[str] = [] if warnings is None else warnings
-    return Endpoint(asyncio.get_running_loop(), heard.append)
+def listening() -> Endpoint:
+    return Endpoint(asyncio.get_running_loop(), lambda warning: None)
 
 
 def client_of(policy: ScriptedPolicy) -> openai.AsyncOpenAI:
@@ -137,7 +137,7 @@ async def test_what_is_not_served_is_refused_by_name(asked: dict[str, Any], name
 
 async def test_generate_takes_and_gives_token_ids_as_vllm_does() -> None:
     policy = ScriptedPolicy(["ab", "c"])
-    opening = encode("1+1=")
+    opening = tokens("1+1=")
 
     async with aiohttp.ClientSession() as session:
         url = listening().open(policy).url.removesuffix("/v1") + "/inference/v1/generate"
@@ -145,14 +145,14 @@ async def test_generate_takes_and_gives_token_ids_as_vllm_does() -> None:
         body = {"model": "m", "token_ids": opening, "sampling_params": sampling}
         async with session.post(url, json=body) as answer:
             choice = (await answer.json())["choices"][0]
-        assert choice["token_ids"] == encode("ab")
+        assert choice["token_ids"] == tokens("ab")
         assert choice["logprobs"]["content"] == [
             {"token": f"token_id:{ord('a')}", "logprob": -0.5},
             {"token": f"token_id:{ord('b')}", "logprob": -0.625},
         ]
         assert choice["finish_reason"] == "stop"
 
-        body["token_ids"] = opening + encode("ab;")
+        body["token_ids"] = opening + tokens("ab;")
         async with session.post(url, json=body) as answer:
             assert answer.status == 200
         for wrong in ([], [1, -2], ["a"], [True], None):
@@ -162,7 +162,7 @@ async def test_generate_takes_and_gives_token_ids_as_vllm_does() -> None:
             assert (answer.status, "Images" in await _message(answer)) == (400, True)
     assert policy.asked == [
         {"token_ids": opening, "max_tokens": 9},
-        {"token_ids": opening + encode("ab;"), "max_tokens": 9},
+        {"token_ids": opening + tokens("ab;"), "max_tokens": 9},
     ]
 
 
@@ -194,7 +194,7 @@ async def test_one_url_serves_episodes_that_are_told_apart_by_a_session() -> Non
         url = endpoint.shared_url.removesuffix("/v1") + "/inference/v1/generate"
         for name in policies:
             async with session.post(url, json={"token_ids": [1]}, headers={SESSION_HEADER: name}) as answer:
-                assert decode((await answer.json())["choices"][0]["token_ids"]) == name
+                assert text_of((await answer.json())["choices"][0]["token_ids"]) == name
         async with session.post(url, json={"token_ids": [1]}) as answer:
             assert answer.status == 404
         async with session.get(endpoint.shared_url + "/models") as answer:

@@ -1,9 +1,8 @@
-"""Environments of an OpenEnv server: a stand-in with the wire's messages, and the real package in the slow test."""
+"""Environments of an OpenEnv server, on a stand-in with the wire's messages."""
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -26,26 +25,14 @@ TASK = Task("t", "Find the number.", "7", "test", {"answer": "7", "low": 0}, see
 class Guessing:
     """A server whose environment wants a number; `faults` replaces the answer to the n-th step."""
 
-    def __init__(self, faults: Mapping[int, Any] | None = None, full: int = 0) -> None:
+    def __init__(self, faults: Mapping[int, Any] | None = None) -> None:
         self.faults = dict(faults or {})
-        self.full = full  # connections that get CAPACITY_REACHED
         self.resets: list[Any] = []
-        self.connections = 0
         self.closed = 0
 
     async def socket(self, request: web.Request) -> web.WebSocketResponse:
         ws = web.WebSocketResponse()
         await ws.prepare(request)
-        self.connections += 1
-        if self.connections <= self.full:
-            error = {"code": "CAPACITY_REACHED", "message": "", "max_sessions": 1}
-            await ws.send_json({"type": "error", "data": error})
-            await ws.close()
-            return ws
-
-        return await self._session(request, ws)
-
-    async def _session(self, request: web.Request, ws: web.WebSocketResponse) -> web.WebSocketResponse:
         steps = 0
         async for message in ws:
             assert message.type is WSMsgType.TEXT
@@ -53,9 +40,6 @@ class Guessing:
             if asked["type"] == "close":
                 self.closed += 1
                 break
-            if asked["type"] == "state":
-                await ws.send_json({"type": "state", "data": {}})
-                continue
             if asked["type"] == "reset":
                 self.resets.append(asked["data"])
                 await self._observe(ws, {"text": "higher than 0"}, None, False)
@@ -83,42 +67,20 @@ class Guessing:
         return web.json_response({"action": SCHEMA, "observation": {}, "state": {}})
 
 
-@asynccontextmanager
-async def serving(guessing: Guessing) -> AsyncIterator[str]:
-    async with served([web.get("/ws", guessing.socket), web.get("/schema", guessing.schema)]) as address:
-        yield f"ws://{address}"
-
-
-@asynccontextmanager
-async def served(routes: list[web.RouteDef]) -> AsyncIterator[str]:
-    app = web.Application()
-    app.add_routes(routes)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        yield f"127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
-
-
-def settings(url: str | None, renderer: str = "plain", timeout_s: float = 60.0, **args: Any) -> dict[str, Any]:
-    choice = {**chat_choice(), "name": renderer}
-    return {"url": url, "args": args, "renderer": choice, "limits": {"timeout_s": timeout_s}}
-
-
-def play(
-    policy: ScriptedPolicy,
-    guessing: Guessing,
-    renderer: str = "plain",
-    timeout_s: float = 60.0,
-    task: Task = TASK,
-    **args: Any,
-) -> dict[str, float]:
+def play(policy: ScriptedPolicy, guessing: Guessing, renderer: str = "plain", **args: Any) -> dict[str, float]:
     async def run() -> dict[str, float]:
-        async with serving(guessing) as url:
-            make = await asyncio.to_thread(openenv.make, settings(url, renderer, timeout_s, **args))
-            return await make().run(task, policy)
+        app = web.Application()
+        app.add_routes([web.get("/ws", guessing.socket), web.get("/schema", guessing.schema)])
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        url, choice = f"ws://127.0.0.1:{runner.addresses[0][1]}", {**chat_choice(), "name": renderer}
+        settings = {"url": url, "args": args, "renderer": choice, "limits": {"timeout_s": 60.0}}
+        try:
+            make = await asyncio.to_thread(openenv.make, settings)
+            return await make().run(TASK, policy)
+        finally:
+            await runner.cleanup()
 
     return asyncio.run(run())
 

@@ -42,7 +42,7 @@ async def test_an_episode_asks_for_turns_and_ends_with_scores(own: Maker) -> Non
 
 
 CLOSING = """
-import asyncio, threading, time
+import time
 class Env:
     def __init__(self, folder):
         self.folder = folder
@@ -63,11 +63,6 @@ class SlowToMake(Env):
         self.folder, self.id = folder, "making"
         self.note("began")
         self.until("go")
-class Async(Env):
-    async def begin(self, task):
-        self.id = task.id
-        self.note("began")
-        await asyncio.sleep(1e6 if task.row.get("wait") else 0)
 """
 
 

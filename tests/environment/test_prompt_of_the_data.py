@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -31,8 +30,8 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return request.param, write_model(tmp_path_factory.mktemp("model"), request.param)
 
 
-def text_by_transformers(folder: Path, messages: Sequence[Message], tools: Any = None) -> str:
-    return decoded(by_transformers(folder, messages, tools))
+def text_by_transformers(folder: Path, messages: Sequence[Message]) -> str:
+    return decoded(by_transformers(folder, messages))
 
 
 def thought(family: str, number: int) -> str:
@@ -41,19 +40,14 @@ def thought(family: str, number: int) -> str:
     return f"{opened}{THOUGHTS[number]}\n</think>\n\n{REPLIES[number]}{END}"
 
 
-def talker_of(model: Model, thinking: str = "template", opening: Sequence[Message] = DATA) -> Talker:
-    family, path = model
-    script = [thought(family, number) for number in range(len(REPLIES))]
-    prompt = by_transformers(path, opening)
-    return Talker(renderer_for("chat", str(path), thinking, True), *script, opening=opening, prompt=prompt)
-
-
 @pytest.mark.parametrize("thinking", ["template", "keep"])
 async def test_a_history_begins_with_the_prompt_whether_the_template_rewrites_it_or_its_reasoning_is_kept(
     model: Model, thinking: str
 ) -> None:
     family, path = model
-    talker = talker_of(model, thinking)
+    script = [thought(family, number) for number in range(len(REPLIES))]
+    renderer = renderer_for("chat", str(path), thinking, True)
+    talker = Talker(renderer, *script, opening=DATA, prompt=by_transformers(path, DATA))
     history: list[Message] = []
     reply = await talker.policy(None)
     for said in ("higher", "lower", "higher"):

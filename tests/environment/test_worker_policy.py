@@ -91,28 +91,19 @@ async def test_a_conversation_that_goes_on_appends_only_its_new_messages() -> No
 RESULT = {"role": "tool", "content": "3"}  # the template keeps the reasoning before it
 
 
-def thinker(*thoughts: str) -> Talker:
-    """A Qwen3 that says `yes` after one thought after the other."""
-    renderer = renderer_for(**chat_choice(), enable_thinking=True)
-    return Talker(renderer, *(f"<think>\n{each}\n</think>\n\nyes<|im_end|>" for each in thoughts))
-
-
-def where(talker: Talker, thought: str) -> list[int]:
-    return [sequence for sequence, tokens in talker.sequences.items() if thought in decoded(tokens)]
-
-
 @pytest.mark.parametrize(("sample", "with_reasoning", "meant"), [(0, True, 0), (1, True, 1), (0, False, 1)])
 async def test_of_two_samples_with_one_text_the_one_with_the_given_reasoning_goes_on(
     sample: int, with_reasoning: bool, meant: int
 ) -> None:
-    talker = thinker("first", "second", "third")
+    replies = [f"<think>\n{thought}\n</think>\n\nyes<|im_end|>" for thought in ("first", "second", "third")]
+    talker = Talker(renderer_for(**chat_choice(), enable_thinking=True), *replies)
 
     samples = [await talker.policy([user("q")]) for _ in range(2)]
     message = dict(samples[sample].message)
     if not with_reasoning:
         del message["reasoning_content"]
     await talker.policy([user("q"), message, RESULT])
-    assert where(talker, "third") == [meant]
+    assert [sequence for sequence, said in talker.sequences.items() if "third" in decoded(said)] == [meant]
     assert len(talker.sequences) == 2
 
 

@@ -1,48 +1,28 @@
 """How a worker starts: its interpreter, its search path, and what it refuses."""
 
 import asyncio
+import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from app.environment.pool import EnvironmentSpec
-from app.environment.wire import End
-from app.errors import ConfigError, RunError
+from app.errors import RunError
 from tests.environment.pools import PATIENCE_S, Maker, a_task, play_one, running_pool
 
 PLAIN = "class Env:\n    def begin(self, task): ...\n    def step(self, reply): ..."
 ROOT = Path(__file__).parents[2]
 
 
-def refusal(spec: EnvironmentSpec, kind: type[Exception] = ConfigError, **pool: Any) -> str:
-    """The sentence with which a pool does not start; nothing of it is left."""
-
-    async def run() -> None:
-        async with running_pool(spec, **pool):
-            raise AssertionError("the pool has started")
-
-    with pytest.raises(kind) as refused:
-        asyncio.run(run())
-    return str(refused.value)
-
-
-def end_of(spec: EnvironmentSpec, *replies: str) -> End:
-    async def run() -> End:
+def scores_of(spec: EnvironmentSpec) -> Mapping[str, float]:
+    async def run() -> Mapping[str, float]:
         async with running_pool(spec) as pool:
-            return (await play_one(pool, *replies)).scored
+            return (await play_one(pool, "a")).scored.scores
 
     return asyncio.run(run())
-
-
-@pytest.fixture(scope="module")
-def bare_python(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """An interpreter without packages, this one's included."""
-    folder = tmp_path_factory.mktemp("bare")
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
-    return str(folder / "bin" / "python")
 
 
 def test_a_worker_imports_nothing_heavy_and_an_environment_what_the_driver_can(own: Maker) -> None:
@@ -54,12 +34,14 @@ def test_a_worker_imports_nothing_heavy_and_an_environment_what_the_driver_can(o
         "\n        import numpy, psutil, app.environment.protocol"
         "\n        return loaded or numpy.float32(2)"
     )
-    assert end_of(own(source), "a").scores == {"score": 2.0}
+    assert scores_of(own(source)) == {"score": 2.0}
 
 
 def test_an_environment_of_a_bare_interpreter_has_the_working_directory_and_our_protocol(
-    own: Maker, bare_python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    own: Maker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    bare = tmp_path / "bare"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", bare], check=True)
     monkeypatch.chdir(tmp_path)
     source = f"import os, sys\nfrom app.environment.protocol import Reply\n{PLAIN}" + (
         "\n    def score(self):"
@@ -67,15 +49,16 @@ def test_an_environment_of_a_bare_interpreter_has_the_working_directory_and_our_
         f"\n        ours += [path for path in sys.path if path == {str(ROOT)!r}]"
         "\n        return {'folders': sys.path.count(os.getcwd()), 'ours': len(ours)}"
     )
-    spec = own(source, python=bare_python)
+    spec = own(source, python=str(bare / "bin" / "python"))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    assert end_of(spec, "a").scores == {"folders": 1.0, "ours": 0.0}
+    assert scores_of(spec) == {"folders": 1.0, "ours": 0.0}
 
 
 def test_an_environment_whose_import_hangs_is_given_up(own: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("app.environment.pool.START_TIMEOUT_S", 1.0)
-    sentence = refusal(own("import threading; threading.Event().wait()\n" + PLAIN), RunError)
-    assert sentence == "A worker of the environment could not start: it did not load the environment within 1 s."
+    sentence = "A worker of the environment could not start: it did not load the environment within 1 s."
+    with pytest.raises(RunError, match=f"^{re.escape(sentence)}$"):
+        scores_of(own("import threading; threading.Event().wait()\n" + PLAIN))
 
 
 async def test_a_replaced_worker_that_cannot_load_the_environment_ends_every_wait(own: Maker, tmp_path: Path) -> None:

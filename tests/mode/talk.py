@@ -5,7 +5,6 @@ import itertools
 import os
 import random
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +15,13 @@ POLL_S = 0.02
 class Talk:
     """Two to four turns; scores right replies. While `hold` exists in `folder`, first steps stay until `go` does."""
 
-    def __init__(self, folder: str, fails_every: int = 0, stays_every: int = 0) -> None:
+    def __init__(self, folder: str, fails_every: int = 0) -> None:
         self.folder = Path(folder)
         self.number = next(_numbers)
         self.name = f"{os.getpid()}-{self.number}"
         self.task: Any = None
         self._note("made")
         self.fails = fails_every and self.number % fails_every == fails_every - 1
-        self.stays = stays_every and self.number % stays_every == stays_every - 1
 
     def begin(self, task) -> None:
         """The data set's own prompt."""
@@ -37,8 +35,10 @@ class Talk:
         """Ask for another sum, after which the question of the task is right again only by accident."""
         self.said += 1
         self.right += reply.text.strip() == self.task.answer
-        if self.said == 1:
-            await self._stay()
+        if self.said == 1 and (self.folder / "hold").exists():
+            self._note("held")
+            while not (self.folder / "go").exists():  # noqa: ASYNC110 (a file of another process)
+                await asyncio.sleep(POLL_S)
         if self.fails and self.task.training and self.said == 2:
             raise RuntimeError("failed on purpose")
         if self.said == self.turns:
@@ -51,27 +51,9 @@ class Talk:
     def close(self) -> None:
         self._note("close")
 
-    async def _stay(self) -> None:
-        reached = self._steps
-        if self.stays and self.task.training:
-            await _until(lambda: self._steps >= reached + 2 or (self.folder / "end").exists())
-        if (self.folder / "hold").exists():
-            self._note("held")
-            await _until((self.folder / "go").exists)
-
-    @property
-    def _steps(self) -> int:
-        metrics = self.folder / "run" / "metrics.jsonl"
-        return metrics.read_text().count('"time/step"') if metrics.exists() else 0
-
     def _note(self, what: str) -> None:
         with (self.folder / "diary").open("a") as diary:
             diary.write(f"{what} {self.name} {self.task.id if self.task else '-'}\n")
-
-
-async def _until(condition: Callable[[], bool]) -> None:
-    while not condition():  # noqa: ASYNC110 (a file of another process)
-        await asyncio.sleep(POLL_S)
 
 
 class Diary:

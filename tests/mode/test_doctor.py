@@ -14,8 +14,7 @@ from app.mode import doctor
 from app.mode.doctor import device as doctor_device
 from app.mode.doctor import examine
 from app.mode.doctor import software as doctor_software
-from app.start.inputs import CheckStage, CheckStatus, Finding, RunInputs
-from app.start.preflight import findings
+from app.start.inputs import CheckStatus, Finding
 from tests.compose import composed
 from tests.warm import run_warm
 
@@ -27,10 +26,6 @@ OK, WARN, FAIL = CheckStatus.ok, CheckStatus.warn, CheckStatus.fail
 def of(found: Iterable[Finding], subject: str) -> Finding:
     (match,) = [one for one in found if one.subject == subject]
     return match
-
-
-def inputs(*overrides: str) -> list[Finding]:
-    return list(findings(RunInputs(composed(*overrides), CheckStage.doctor, Path("outputs"))))
 
 
 def checked(check: Any, *overrides: str) -> list[Finding]:

@@ -18,13 +18,12 @@ from app.mode.train import CONTROLLERS, TrainingRun
 from app.placement import controller as placement_controller
 from app.placement import watchdog
 from app.types import MemoryUse, StepReport
-from tests.simulation import SimEngine, SimTrainer, World, config, run_virtual, without_threads
+from tests.simulation import BOTH, SimEngine, SimTrainer, World, config, run_virtual, without_threads
 
 PHASES = {  # of which `time/step` is the sum
     PlacementKind.colocate: ("generate", "train", "sync"),
     PlacementKind.fully_async: ("wait", "train", "sync"),
 }
-BOTH = pytest.mark.parametrize("kind", list(CONTROLLERS))
 Prepare = Callable[[World, pytest.MonkeyPatch], None]
 
 
@@ -43,12 +42,23 @@ class Ranks(SimTrainer):
             await super().abort_step()
 
 
-def a_world(kind: PlacementKind, folder: Path, monkeypatch: pytest.MonkeyPatch, *, steps: int = 6) -> World:
+def a_world(kind: PlacementKind, folder: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     without_threads(monkeypatch)
-    settings = config(kind, steps=steps, max_staleness=0)
+    settings = config(kind, steps=6, max_staleness=0)
     settings.checkpoint = CheckpointConfig(every=0, keep=2, export=False)
     settings.eval.every = 3
     return World(settings, folder, trainer=Ranks(seconds=0.1, finish=0.2))
+
+
+def training_run(world: World, context: Any) -> TrainingRun:
+    workers: Any = SimpleNamespace(
+        supervisor=context.supervisor,
+        monitor=context.supervisor.monitor,
+        inputs=SimpleNamespace(prompts=SimpleNamespace(train=world.cursor)),
+    )
+    run = TrainingRun(world.config, None, world.folder, world.recorder, workers)  # type: ignore[arg-type]
+    run.checkpoints = context.checkpoints
+    return run
 
 
 def play(world: World, *, resumed: RunState | None = None, interrupt_at: float | None = None) -> None:
@@ -61,13 +71,7 @@ def play(world: World, *, resumed: RunState | None = None, interrupt_at: float |
         if resumed is not None and checkpoint is not None:
             context.checkpoints.rewind(checkpoint)
             version = resumed.version
-        workers: Any = SimpleNamespace(
-            supervisor=context.supervisor,
-            monitor=context.supervisor.monitor,
-            inputs=SimpleNamespace(prompts=SimpleNamespace(train=world.cursor)),
-        )
-        run = TrainingRun(world.config, None, world.folder, world.recorder, workers)  # type: ignore[arg-type]
-        run.checkpoints = context.checkpoints
+        run = training_run(world, context)
         due = resumed is not None and resumed.evaluation_due
         controller = CONTROLLERS[world.config.placement.kind](context, version, evaluation_due=due)
         task = asyncio.create_task(run.run(controller))
@@ -167,24 +171,20 @@ def test_a_failed_sync_saves_the_step_that_was_trained(
 ) -> None:
     """Its update is done: the parameters are those of step 4, and no longer those of step 3."""
     world = a_world(kind, tmp_path, monkeypatch)
-    monkeypatch.setattr(world, "context", failing_sync(world, at=4))
+    make = world.context
+
+    def context() -> Any:
+        made = make()
+        world.sync.fail_at = 4
+        return made
+
+    monkeypatch.setattr(world, "context", context)
     with pytest.raises(RunError, match="push failed on purpose"):
         play(world)
     assert [line["step"] for line in world.recorder.lines] == [1, 2, 3, 4]
     assert saved(tmp_path) == 4
     trained = [ids for _, ids, _ in world.recorder.ledger]
     assert trained == [[group.prompt.id for group in groups] for _, groups in world.trainer.trained]
-
-
-def failing_sync(world: World, at: int) -> Callable[[], Any]:
-    make = World.context
-
-    def context() -> Any:
-        made = make(world)
-        world.sync.fail_at = at
-        return made
-
-    return context
 
 
 @BOTH

@@ -16,15 +16,11 @@ from tests.runs import Run
 from tests.waiting import until
 
 GROUP = 4
-SMALL = [
-    "environment._target_=tests.mode.talk.Talk",
-    "reward=environment",
-    "rollout.max_completion_tokens=64",
-    "algorithm.prompts_per_step=8",
-    f"algorithm.group_size={GROUP}",
-    "eval.before_train=false",
-    "data.arithmetic.eval_problems=10",
-]
+SMALL = (
+    "environment._target_=tests.mode.talk.Talk reward=environment rollout.max_completion_tokens=64 "
+    f"algorithm.prompts_per_step=8 algorithm.group_size={GROUP} eval.before_train=false "
+    "data.arithmetic.eval_problems=10"
+).split()
 LONG = [*SMALL, "resume=auto", "checkpoint.every=2", f"data.arithmetic.problems={PROBLEMS}"]
 BOTH = pytest.mark.parametrize("placement", list(PLACEMENTS))
 

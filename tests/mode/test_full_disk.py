@@ -43,22 +43,6 @@ def fill(folder: Path) -> None:
             filler.write(bytes(4096))
 
 
-def metrics(step: int) -> dict[str, float]:
-    return {"policy_version": step, "reward/mean": 0.5, "time/step": 1.0}
-
-
-def record(folder: Path, *, then: Callable[[RunFolderRecorder], None] = lambda _: None) -> None:
-    """A run that records a step, meets a full disk, and goes on with `then`."""
-    with RunFolderRecorder(RunConfig(steps=10_000), folder) as recorder:
-        recorder.log(1, metrics(1))
-        fill(folder.parent)
-        then(recorder)
-
-
-def rows(folder: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
 @pytest.mark.parametrize(("key", "sweep"), [("hydra.run.dir", []), ("hydra.sweep.dir", ["-m", "seed=0,1"])])
 def test_a_read_only_folder_is_refused(key: str, sweep: list[str], tmp_path: Path, mounted: Mount) -> None:
     disk = mounted("64k", "ro")
@@ -68,18 +52,22 @@ def test_a_read_only_folder_is_refused(key: str, sweep: list[str], tmp_path: Pat
 
 
 def test_a_full_disk_leaves_whole_files_and_the_status_failed(mounted: Mount) -> None:
-    def go_on(recorder: RunFolderRecorder) -> None:
-        for step in range(2, 10_000):
-            recorder.log(step, metrics(step))
+    def run() -> None:
+        with RunFolderRecorder(RunConfig(steps=10_000), folder) as recorder:
+            for step in range(1, 10_000):
+                recorder.log(step, {"policy_version": step, "reward/mean": 0.5, "time/step": 1.0})
+                if step == 1:
+                    fill(folder.parent)
 
     folder = mounted("128k") / "run"
     with pytest.raises(OSError, match="No space left"):
-        record(folder, then=go_on)
+        run()
 
     summary = json.loads((folder / "summary.json").read_text())
     steps = summary["steps"]
     assert 1 < steps < 9_999
-    assert [row["step"] for row in rows(folder)] == list(range(1, steps + 1))
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, steps + 1))
     assert summary["status"] == "failed"
     assert "No space left on device" in summary["error"]
     assert list(folder.glob("*.tmp")) == []

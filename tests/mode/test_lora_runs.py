@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.mode.test_environment_runs import steps_of
 from tests.runs import Run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -19,20 +20,12 @@ COMBINATIONS = {
     "tensor parallel": ["placement.devices=2", "placement.rollout_devices=2", "rollout.tensor_parallel=2"],
     "bfloat16": ["device.dtype=bfloat16"],
     "qwen35": ["model=tiny_qwen35", "model.name=tiny_qwen35", "model.lora.rank=8", "trainer.lr=1e-3"],
-    "environment": [
-        "model=tiny_tools",
-        "data=products",
-        "environment=calculator",
-        "model.lora.rank=8",
-        "trainer.lr=3e-3",
-        "data.products.eval_problems=20",
-    ],
+    "environment": (
+        "model=tiny_tools data=products environment=calculator model.lora.rank=8 trainer.lr=3e-3 "
+        "data.products.eval_problems=20"
+    ).split(),
     "targets": ["model.lora.targets=[q_proj,v_proj]", "model.lora.alpha=16"],
 }
-
-
-def steps_of(run: Run) -> list[dict[str, float]]:
-    return [line for line in run.metrics() if "time/step" in line]
 
 
 def assert_on_policy(run: Run, bound: float = ROUNDING) -> None:

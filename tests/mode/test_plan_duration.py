@@ -17,16 +17,10 @@ COUNTS = ROOT / "tests" / "bench" / "results" / "linear_counts.json"
 P = 4_022_468_096  # parameters of Qwen3-4B
 KV = 36 * 2 * 8 * 128 * 2  # bytes per token: layers, keys and values, heads, width, bfloat16
 FOUR_AND_FOUR = (
-    "device=cuda",
-    "placement=fully_async",
-    "model=qwen3_4b",
-    "placement.trainer_devices=4",
-    "placement.rollout_devices=4",
-    "rollout.tensor_parallel=1",
-    "rollout.max_completion_tokens=2048",
-    "trainer.activation_checkpointing=all",
-    "rollout.max_inflight_groups=32",
-)
+    "device=cuda placement=fully_async model=qwen3_4b placement.trainer_devices=4 placement.rollout_devices=4 "
+    "rollout.tensor_parallel=1 rollout.max_completion_tokens=2048 trainer.activation_checkpointing=all "
+    "rollout.max_inflight_groups=32"
+).split()
 
 
 def seconds(model: Architecture, *overrides: str) -> StepSeconds | None:
@@ -99,13 +93,8 @@ def test_phases_of_colocate_add_up_and_adapters_hardly_cost_a_sync() -> None:
 @pytest.mark.parametrize(("name", "sequences"), [("one sequence", 1), ("four sequences", 4), ("sixteen sequences", 16)])
 def test_torchs_loop_of_linear_attention_takes_the_bytes_that_were_counted(name: str, sequences: int) -> None:
     counts = json.loads(COUNTS.read_text())["layer"]["loop"][name]
-    config = composed(
-        "device=npu",
-        "model=qwen35_9b",
-        "rollout.max_prompt_tokens=256",
-        f"rollout.max_completion_tokens={8192 // sequences - 256}",
-        "trainer.activation_checkpointing=all",
-    )
+    length = ("rollout.max_prompt_tokens=256", f"rollout.max_completion_tokens={8192 // sequences - 256}")
+    config = composed("device=npu", "model=qwen35_9b", "trainer.activation_checkpointing=all", *length)
     npu = device_of(config.device.kind)
     looped = training_seconds(config, replace(npu, linear_attention=None), QWEN35_9B)
     kernels = training_seconds(config, npu, QWEN35_9B)

@@ -91,14 +91,9 @@ def test_long_contexts_leave_a_tenth_of_80_gib(
     model: Architecture, preset: str, devices: int, tokens: int, place: OptimizerOffload
 ) -> None:
     given = (
-        "device=cuda",
-        f"model={preset}",
-        f"placement.devices={devices}",
-        "rollout.tensor_parallel=1",
-        "device.memory_gib=80",
-        "rollout.max_prompt_tokens=2048",
-        f"rollout.max_completion_tokens={tokens - 2048}",
-    )
+        f"device=cuda model={preset} placement.devices={devices} rollout.tensor_parallel=1 device.memory_gib=80 "
+        f"rollout.max_prompt_tokens=2048 rollout.max_completion_tokens={tokens - 2048}"
+    ).split()
     config = composed(*given)
     assert with_memory_settings(config, device_of(config.device.kind), model).offload.optimizer is place
     left = {}
@@ -156,14 +151,6 @@ def test_torchs_loop_of_linear_attention_keeps_more_than_kernels(device: str, ke
         phases = plan_memory(config, each, QWEN35_9B, engine_flags(config, each)).phases
         found += [phase.items["activations"] for phase in phases if phase.name == "backward of a layer"]
     assert found[1] - found[0] == 1.5 * 9216 * 4 * 4096 * (17.5 - kernels)
-
-
-def test_qwen3_4b_fits_on_one_80_gb_card() -> None:
-    """AdamW updates in one kernel on CUDA. The 14.98 GiB of temporaries of the other kernels would not fit."""
-    plan = memory_plan(QWEN3_4B, "experiment=cuda1_colocate_4b", "device.memory_gib=80")
-    training = [phase.bytes for phase in plan.phases if phase.name not in ("generate", "sync")]
-    assert max(training) <= 0.9 * plan.capacity.bytes
-    assert max(training) + QWEN3_4B.parameters * 4 > plan.capacity.bytes
 
 
 def test_the_engine_of_the_mission(mission: dict[tuple[str, str], Phase]) -> None:

@@ -40,17 +40,12 @@ PUBLISHED = [
 
 def largest_phase(model: Architecture, gpus: int, rank: int, tokens: int) -> Items:
     """The largest phase of a train step, as torch's allocator sees it."""
-    config = composed(
-        "device=cuda",
-        "placement=fully_async",
-        f"model=qwen3_4b{'_lora' if rank else ''}",
-        f"model.lora.rank={rank}",
-        f"placement.trainer_devices={gpus}",
-        "placement.rollout_devices=2",
-        "trainer.activation_checkpointing=all",
-        f"trainer.tokens_per_microbatch={tokens}",
-        f"rollout.max_completion_tokens={tokens - 2048}",
+    line = (
+        f"device=cuda placement=fully_async model=qwen3_4b{'_lora' if rank else ''} model.lora.rank={rank} "
+        f"placement.trainer_devices={gpus} placement.rollout_devices=2 trainer.activation_checkpointing=all "
+        f"trainer.tokens_per_microbatch={tokens} rollout.max_completion_tokens={tokens - 2048}"
     )
+    config = composed(*line.split())
     device = replace(device_of(config.device.kind), memory_query=None)
     plan = plan_memory(config, device, model, engine_flags(config, device))
     steps = [phase for phase in plan.phases if phase.device == "trainer device" and phase.name != "sync"]
@@ -65,10 +60,3 @@ def test_the_plan_is_a_published_peak(model: Architecture, gpus: int, rank: int,
     if rank:
         planned += FLOAT32_OVER_BFLOAT16 * model.parameters / gpus + OTHER_ADAPTERS * items["adapters"]
     assert planned == pytest.approx(gib * GIB, rel=TOLERANCE)
-
-
-def test_a_bfloat16_base_saves_a_third_of_the_published_peak_with_adapters() -> None:
-    items = largest_phase(QWEN3_4B, 1, 16, 16_384)
-    assert items["base"] == 2 * QWEN3_4B.parameters
-    assert items["adapters"] == 4 * 33_030_144  # 36 layers · 16 · Σ (in + out) of seven linear layers
-    assert sum(items.values()) == pytest.approx(0.69 * 23.3 * GIB, rel=0.02)

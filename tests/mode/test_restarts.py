@@ -18,6 +18,7 @@ from app.mode.train import TrainingRun, save_last_step
 from app.placement.controller import CURSOR
 from app.placement.fully_async import FullyAsync
 from tests.checkpoint.plain_files import PlainFiles
+from tests.mode.test_ends_of_runs import training_run
 from tests.simulation import BOTH, SimTrainer, World, config, virtual, without_threads
 
 STEPS = 6
@@ -150,9 +151,7 @@ def test_a_signal_while_a_failed_run_saves_does_not_lose_the_step(
         raise TrainerError("rank 1 failed")
 
     async def main() -> None:
-        inputs = SimpleNamespace(prompts=SimpleNamespace(train=world.cursor))
-        workers: Any = SimpleNamespace(inputs=inputs, monitor=world.context().supervisor.monitor)
-        made = TrainingRun(world.config, None, tmp_path, world.recorder, workers)  # type: ignore[arg-type]
+        made = training_run(world, world.context())
         running = asyncio.ensure_future(made.run(SimpleNamespace(run=failed)))  # type: ignore[arg-type]
         await begun.wait()
         running.cancel()

@@ -25,6 +25,7 @@ from app.placement.controller import CURSOR
 from app.tracking.recorder import RunFolderRecorder
 from app.utils.tasks import until_signal
 from tests.checkpoint.plain_files import DATA, PlainFiles, flip_a_byte, names, save
+from tests.mode.test_ends_of_runs import training_run
 from tests.model.support import save_qwen3
 from tests.simulation import SimTrainer, World, config, prompts
 
@@ -40,7 +41,6 @@ class Interrupting(SimTrainer):
 
     at: int = 4
     more: int = 0
-    pause: float = 0.0  # seconds, at the end of a write
     answered: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def begin_step(self, *, version: int) -> None:
@@ -53,33 +53,23 @@ class Interrupting(SimTrainer):
         for number in range(self.more):
             os.kill(os.getpid(), signal.SIGTERM)
             await asyncio.wait_for(self.answered.wait() if number == 0 else asyncio.sleep(DEADLINE_S), DEADLINE_S)
-        await asyncio.sleep(self.pause)
         return await PlainFiles().write(folder)
 
 
-def interrupted(folder: Path, trainer: Interrupting, *, steps: int = 1000, grace_s: float = DEADLINE_S) -> World:
+def interrupted(folder: Path, trainer: Interrupting, *, steps: int = 1000) -> World:
     """Run the simulated world until it is interrupted."""
     settings = config(PlacementKind.colocate, steps=steps)
-    settings.checkpoint = CheckpointConfig()
-    settings.checkpoint.grace_s = grace_s
+    settings.checkpoint = CheckpointConfig(grace_s=DEADLINE_S)
     world = World(settings, folder, lambda prompt_id: 0.001, push_seconds=0.0, trainer=trainer)
 
     async def main() -> None:
         context = world.context()
-        workers: Any = SimpleNamespace(
-            supervisor=context.supervisor,
-            monitor=context.supervisor.monitor,
-            inputs=SimpleNamespace(prompts=SimpleNamespace(train=world.cursor)),
-        )
-        recorder: Any = world.recorder
-        run = TrainingRun(settings, None, folder, recorder, workers)  # type: ignore[arg-type]
-        run.checkpoints = context.checkpoints
 
         def answer() -> None:
-            recorder.warn(second_signal(settings))
+            world.recorder.warn(second_signal(settings))
             trainer.answered.set()
 
-        await until_signal(run.run(Colocate(context)), on_second=answer)
+        await until_signal(training_run(world, context).run(Colocate(context)), on_second=answer)
 
     with pytest.raises(Interrupted, match="interrupted by SIGTERM"):
         asyncio.run(main())
@@ -157,12 +147,12 @@ class Restored(SimTrainer):
 class Resumed:
     """A run with checkpoints of steps 20, 40 and 60 that is being resumed."""
 
-    def __init__(self, folder: Path, *, rows: int = 10) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.source = save_qwen3(folder / "source")
         self.checkpoints = folder / "checkpoints"
         self.trainer = Restored()
-        saved = PromptCursor(prompts(rows), seed=0, shuffle=True)
+        saved = PromptCursor(prompts(10), seed=0, shuffle=True)
         saved.take(3)
         save(folder, [20, 40, 60], extra={CURSOR: saved.state()}, model=identity(self.source, LoraConfig()))
 

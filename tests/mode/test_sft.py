@@ -24,16 +24,6 @@ CHAT = ["data.question=messages", "data.template=chat"]
 STEP = ["algorithm.prompts_per_step=4", "trainer.lr=1e-3", "trainer.schedule=linear"]
 
 
-@pytest.fixture
-def rows(tmp_path: Path) -> str:
-    file = tmp_path / "rows.jsonl"
-    with file.open("w") as lines:
-        for question, answer in ROWS:
-            asked, reply = {"role": "user", "content": question}, {"role": "assistant", "content": answer}
-            lines.write(json.dumps({"messages": [asked, reply]}) + "\n")
-    return str(file)
-
-
 def steps_of(run: Run) -> list[dict[str, Any]]:
     """Return the lines of the steps, without what depends on the machine."""
     machine = ("time/", "memory/", "checkpoint/", "trainer/tokens_per_second")
@@ -42,8 +32,13 @@ def steps_of(run: Run) -> list[dict[str, Any]]:
 
 
 def test_a_supervised_run_starts_no_engine_and_a_resumed_one_is_the_same(
-    start: Callable[..., Run], rows: str, tmp_path: Path
+    start: Callable[..., Run], tmp_path: Path
 ) -> None:
+    rows = tmp_path / "rows.jsonl"
+    with rows.open("w") as lines:
+        for question, answer in ROWS:
+            asked, reply = {"role": "user", "content": question}, {"role": "assistant", "content": answer}
+            lines.write(json.dumps({"messages": [asked, reply]}) + "\n")
     line = ["mode=sft", f"data.path={rows}", f"data.eval_path={rows}", *CHAT, *STEP, "eval.every=0", "seed=3"]
     (tmp_path / "whole").mkdir()
     whole = Run(tmp_path / "whole", *line, "steps=8", "checkpoint.keep=1")

@@ -19,14 +19,6 @@ def dies(trajectories) -> None:
     os._exit(3)
 
 
-def nothing(trajectories) -> None:
-    return None
-
-
-def text(trajectory):
-    return "x"
-
-
 def touchy(trajectories):
     """Fail as a completion says."""
     failures = {"raise": raises, "hang": hangs, "die": dies}
@@ -51,23 +43,6 @@ def works(trajectories):
 
 def right(trajectories):
     return [float(each.text == each.prompt.answer) for each in trajectories]
-
-
-def inverted(trajectories):
-    return [-value for value in right(trajectories)]
-
-
-def tagged(trajectories):
-    return [float(each.text == f"<answer>{each.prompt.answer}</answer>") for each in trajectories]
-
-
-def reads_messages(trajectories):
-    assert all(each.prompt.messages[-1]["content"] == each.prompt.question for each in trajectories)
-    return [float(len(each.prompt.messages)) for each in trajectories]
-
-
-def first_word(trajectory):
-    return float(trajectory.text.split()[0] == "1")
 
 
 def sees(trajectories, seen):
@@ -99,14 +74,6 @@ def slow(trajectories, calls):
         file.write(f"{len(trajectories)} ")
     time.sleep(0.8)
     return right(trajectories)
-
-
-def meets(trajectories, folder):
-    """Wait until a second process is here, too."""
-    (Path(folder) / str(os.getpid())).touch()
-    while len(os.listdir(folder)) < 2:
-        time.sleep(0.01)
-    return works(trajectories)
 
 
 class Judge:

@@ -152,11 +152,6 @@ ROWS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "LeetCode without its imports": ({"inputs": [[[2, 7, 11], 9]], "outputs": [[0, 1]], "fn_name": "two"}, SOLUTION),
     "a thread with a large stack": ({"inputs": ["9000"], "outputs": ["9000"]}, STACK),
-    "the main guard": (
-        {"inputs": ["5"], "outputs": ["120"]},
-        "import math, sys\ndef main():\n    print(math.factorial(int(sys.stdin.read())))\n"
-        "if __name__ == '__main__':\n    main()\n",
-    ),
     "a long input": (
         {"inputs": [f"{'1 ' * 200_000}\n"], "outputs": ["200000"]},
         "print(sum(map(int, input().split())))",

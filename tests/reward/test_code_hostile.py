@@ -61,14 +61,9 @@ ASSERTED = {
     )
     + GUESS,
     "closed stdout": "import os\nos.closerange(0, 64)\n" + GUESS,
-    "exit": "import os\nos._exit(0)\n",
-    "exit in the function": "import os\ndef f(x):\n    os._exit(0)\n",
     "equal to everything": (
         "class Yes(str):\n    __eq__ = lambda *_: True\n    __ne__ = lambda *_: False\n    __hash__ = str.__hash__\n"
         "def f(x):\n    return Yes('x')\n"
-    ),
-    "an object equal to everything": (
-        "class Yes:\n    __eq__ = lambda *_: True\n    __hash__ = lambda _: 0\ndef f(x):\n    return Yes()\n"
     ),
     "assert": (
         "import builtins, sys\n"
@@ -91,7 +86,6 @@ ASSERTED = {
     "deep value": (
         "def f(x):\n    value = []\n    for _ in range(100_000):\n        value = [value]\n    return value\n"
     ),
-    "not a program": "```",
 }
 READING = {
     "loop": "while True:\n    pass\n",

@@ -111,9 +111,6 @@ def test_a_module_that_ends_its_worker_is_a_configuration_error(
         pass
 
 
-# Failures of a step
-
-
 def test_too_many_failures_end_the_run_in_a_full_step_and_at_the_end_of_a_short_one() -> None:
     with running_scorer(_target_=f"{OWN}.raises", max_failed_fraction=0.25, step_trajectories=16) as scorer:
         assert score(scorer, [trajectory("a")] * 4) == [0, 0, 0, 0]

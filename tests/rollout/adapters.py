@@ -62,11 +62,11 @@ def tensors_of(model: Path, seed: int) -> dict[str, Tensor]:
     return random_adapter(merged(model, None), seed)
 
 
-def body_of(tensors: Mapping[str, Tensor], *, ranks: int = 1, rank: int = LORA.rank) -> dict[str, Any]:
-    """The body of `load_adapter`: a plain pickle for each rank of the engine."""
+def body_of(tensors: Mapping[str, Tensor], *, rank: int = LORA.rank) -> dict[str, Any]:
+    """The body of `load_adapter`: a plain pickle for the one rank of the engine."""
     return {
         "config_dict": {"peft_type": "LORA", "r": rank, "lora_alpha": LORA.alpha, "target_modules": "all-linear"},
-        "serialized_named_tensors": [base64.b64encode(pickle.dumps(dict(tensors))).decode() for _ in range(ranks)],
+        "serialized_named_tensors": [base64.b64encode(pickle.dumps(dict(tensors))).decode()],
         "load_format": None,
     }
 
@@ -77,16 +77,8 @@ def logprobs_differ(policy: Any, given: GroupRequest, completions: Sequence[Comp
     return float(np.concatenate(differences).mean())
 
 
-def adapter_engine(
-    model: Path,
-    folder: Path,
-    *,
-    name: str,
-    most: int = 4,
-    environment: Mapping[str, str] | None = None,
-    **flags: object,
-) -> RemoteEngine:
-    """An engine that serves adapters, at most `most` at a time; not started."""
+def adapter_engine(model: Path, folder: Path, *, name: str, **flags: object) -> RemoteEngine:
+    """An engine that serves adapters, at most 4 at a time; not started."""
     server = server_spec(
         model,
         folder,
@@ -96,9 +88,8 @@ def adapter_engine(
         lora_target_modules="all",
         lora_backend=DEVICE.lora_backend,
         lora_strict_loading=True,
-        max_loras_per_batch=most,
-        max_loaded_loras=most,
+        max_loras_per_batch=4,
+        max_loaded_loras=4,
         **flags,
     )
-    server = replace(server, environment={**server.environment, **(environment or {})})
     return remote(replace(host_spec(folder, name=name, server=server), serves_adapters=True))

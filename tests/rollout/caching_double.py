@@ -4,15 +4,8 @@ There SGLang 0.5.23 keeps such copies of Qwen3.5's convolutions (hardware_backen
 Here the copies are of the output projections of attention and MLP, so that any dense model on a CPU has them. An
 engine whose copies are not refreshed after an update computes with the projections of its first forward pass.
 
-It is switched on by the environment of a run, or of a server that is not forked:
-
-    environment(folder)                  stale copies: the attribute is one that no hook of the application knows
-    environment(folder, REFRESHED)       the attribute is the one that the application refreshes after an update
-
-    Run(tmp_path, *overrides, prefix=["env", *assignments(environment(tmp_path))], imports_sglang=True)
-    replace(spec, environment={**spec.environment, **environment(tmp_path)}, fork=None)
-
-`imports_sglang=True`, or `fork=None`: the session's fork server does not have the folder on its path.
+It is switched on by `environment(folder)` of a run with `imports_sglang=True`, or of a server with `fork=None`: the
+session's fork server does not have the folder on its path.
 """
 
 import os
@@ -24,8 +17,8 @@ import torch
 from torch import Tensor
 
 VARIABLE = "POSTTRAIN_TEST_CACHED_IN"  # the attribute of a layer that has its copy
-STALE = "_never_refreshed"
-REFRESHED = "_conv_weights_t"  # of SGLang's backends for NPUs
+STALE = "_never_refreshed"  # no hook of the application knows it
+REFRESHED = "_conv_weights_t"  # of SGLang's backends for NPUs; the application refreshes it after an update
 PREFILL = "sglang.srt.layers.quantization.unquant.UnquantizedLinearMethod.apply"
 DECODE = "app.cpu_engine.dense_model.projected"  # takes the modules' place in a decode step
 LAYERS = "RowParallelLinear"  # the output projections of attention and MLP

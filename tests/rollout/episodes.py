@@ -48,19 +48,15 @@ class Recording:
 
 @dataclass
 class Scripted:
-    """An engine that says the same in every turn, after what `before` waits for."""
+    """An engine that says `42` in every turn, after what `before` waits for."""
 
-    text: str = "42"
     before: Callable[[GroupRequest], Any] | None = None
-    asked: list[GroupRequest] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
 
     async def generate(self, request: GroupRequest) -> list[Completion]:
-        self.asked.append(request)
         if self.before is not None:
             await self.before(request)
-        tokens = np.array([ord(character) for character in self.text], dtype=np.int32)
-        tokens = tokens[: request.sampling.max_tokens]
+        tokens = np.array([ord("4"), ord("2")], dtype=np.int32)[: request.sampling.max_tokens]
         span = VersionSpan(request.version, 0, len(tokens))
         return [Completion(tokens, np.zeros(len(tokens), dtype=np.float32), FinishReason.stop, (span,))]
 
@@ -69,26 +65,23 @@ class Scripted:
 
 
 @contextlib.asynccontextmanager
-async def rollouter_of(
-    spec: EnvironmentSpec, engines: Sequence[Any], *, retries: int = 0, log: Path | None = None, **pool: Any
-) -> AsyncIterator[Rollouter]:
+async def rollouter_of(spec: EnvironmentSpec, engines: Sequence[Any], *, retries: int = 0) -> AsyncIterator[Rollouter]:
     """A rollouter with an environment; afterwards no process and no descriptor of its workers is left."""
-    async with running_pool(spec, episodes=64, log=log, **pool) as environments:
+    async with running_pool(spec, episodes=64) as environments:
         failures = episode_failures(1.0, 10**6, lambda sentence: None)
         yield rollouter_with(Episodes(environments, EpisodeLimits(64, ROOM, retries), failures, 0), engines)
 
 
-def rollouter_with(episodes: Episodes, engines: Sequence[Any], timeline: Timeline | None = None) -> Rollouter:
+def rollouter_with(episodes: Episodes, engines: Sequence[Any]) -> Rollouter:
     """A rollouter whose reward is the score of the environment."""
     scorer = Scorer(RewardConfig(components={"environment": 1.0}))
-    tokenizer = build_tokenizer(256)
-    return Rollouter(EnginePool(engines), scorer, tokenizer, timeline or Timeline(), RecoveryConfig(), episodes)
+    return Rollouter(EnginePool(engines), scorer, build_tokenizer(256), Timeline(), RecoveryConfig(), episodes)
 
 
-def prompt(number: int = 0, text: str = "6*7=") -> Prompt:
+def prompt(number: int = 0) -> Prompt:
     """For the renderer of characters."""
-    tokens = np.array([ord(character) for character in text], dtype=np.int32)
-    return Prompt(f"talk/{number}@0", tokens, "42", "talk", question=text, row={"n": number})
+    tokens = np.array([ord(character) for character in "6*7="], dtype=np.int32)
+    return Prompt(f"talk/{number}@0", tokens, "42", "talk", question="6*7=", row={"n": number})
 
 
 def tiny_prompt(number: int, model: Path) -> Prompt:

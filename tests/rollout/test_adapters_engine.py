@@ -116,13 +116,6 @@ async def test_a_prefix_is_reused_under_its_own_adapter_only(engine: RemoteEngin
     assert cached == [0, len(tokens) - 1, 0]
 
 
-def folder_of(tensors: Mapping[str, torch.Tensor], folder: Path) -> Path:
-    """An adapter as PEFT writes it."""
-    (folder / "adapter_config.json").write_text(json.dumps(body_of({})["config_dict"]))
-    save_file(dict(tensors), folder / "adapter_model.safetensors")
-    return folder
-
-
 async def test_a_failed_load_leaves_the_adapter_before_it_in_force(
     engine: RemoteEngine, bodies: Mapping[int, Any], tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -136,8 +129,10 @@ async def test_a_failed_load_leaves_the_adapter_before_it_in_force(
     ):
         with pytest.raises(EngineError, match=rf"^engine 0: /load_lora_adapter_from_tensors .*{reason}"):
             await engine.load_adapter(2, body)
+    (tmp_path / "adapter_config.json").write_text(json.dumps(body_of({})["config_dict"]))  # as PEFT writes it
+    save_file(strange, tmp_path / "adapter_model.safetensors")
     with pytest.raises(EngineError, match=r"/load_lora_adapter .*r_proj\.lora_A\.weight"):
-        await engine.load_adapter(2, {"lora_path": str(folder_of(strange, tmp_path))})
+        await engine.load_adapter(2, {"lora_path": str(tmp_path)})
     assert await served(engine) == [1]
     completions = await engine.generate(request())
     assert await engine.load_adapter(2, bodies[2]) == 1

@@ -129,16 +129,6 @@ async def serving(**routes: Handler) -> AsyncIterator[str]:
         await runner.cleanup()
 
 
-async def failure(url: str, *, key: str | None = None, seconds: float | None = 1.0) -> EngineError:
-    client = Client("engine 1", url, key)
-    try:
-        with pytest.raises(EngineError) as caught:
-            await client.post("/flush", {}, seconds=seconds)
-        return caught.value
-    finally:
-        await client.close()
-
-
 def replying(text: str, status: int = 200) -> Handler:
     async def reply(_: web.Request) -> web.Response:
         return web.Response(status=status, text=text)
@@ -169,9 +159,13 @@ async def hanging_up(given: web.Request) -> web.Response:
 )
 async def test_a_call_that_fails_says_which_engine_and_why(handler: Handler, sentence: str) -> None:
     async with serving(flush=handler) as url:
-        error = str(await failure(url))
-        assert error.startswith("engine 1")
-        assert sentence.format(url=url) in error
+        client = Client("engine 1", url, None)
+        with pytest.raises(EngineError) as caught:
+            await client.post("/flush", {}, seconds=1.0)
+        await client.close()
+    error = str(caught.value)
+    assert error.startswith("engine 1")
+    assert sentence.format(url=url) in error
 
 
 async def test_the_members_of_a_group_have_their_own_request_ids(ray_session: None, tmp_path: Path) -> None:

@@ -118,18 +118,12 @@ async def test_a_running_server_is_used_by_its_address(own: OwnServer, visitor: 
 # --- requests that the server loses or aborts by itself, while it samples others
 
 
-async def sample_forever(engine: RemoteEngine) -> None:
-    """Keep the server producing, with more requests than it samples at a time."""
-
-    async def repeat(prompt: str) -> None:
-        while True:
-            await engine.generate(request(prompt, group_size=4, temperature=HOT, max_tokens=500))
-
-    await asyncio.gather(repeat("good/0@0"), repeat("good/1@0"))
-
-
 async def test_a_request_that_is_lost_while_others_are_sampled_loses_the_engine(visitor: RemoteEngine) -> None:
-    others = asyncio.create_task(sample_forever(visitor))
+    async def sample_forever(prompt: str) -> None:
+        while True:
+            await visitor.generate(request(prompt, group_size=4, temperature=HOT, max_tokens=500))
+
+    others = asyncio.gather(sample_forever("good/0@0"), sample_forever("good/1@0"))  # more than it samples at a time
     with pytest.raises(EngineLost) as lost:
         await asyncio.wait_for(visitor.generate(request("lost/1@0")), 60)
     with pytest.raises(EngineLost):

@@ -85,7 +85,10 @@ async def test_an_engine_that_keeps_copies_computes_with_the_weights_that_it_loa
     given = request(group_size=8, max_tokens=24)
     completions = await engine.generate(given)
     assert logprobs_differ(policy, given, completions) < BF16_ERROR
-    assert logprobs_differ(with_old_copies(policy, tiny_model), given, completions) > 4 * BF16_ERROR
+    old = noisy_model(tiny_model, 0)  # the policy, with the checkpoint's tensors where the double keeps copies
+    state = {name: tensor for name, tensor in policy.state_dict().items() if not name.endswith(CACHED)}
+    old.load_state_dict(state, strict=False)
+    assert logprobs_differ(old, given, completions) > 4 * BF16_ERROR
 
 
 async def sync(way: str, trainer: Any, engine: Any, seed: int, export: Path) -> None:
@@ -103,11 +106,3 @@ async def sync(way: str, trainer: Any, engine: Any, seed: int, export: Path) -> 
     await trainer.call(SENDER_EXTENSION, Sender.export, folder=export)
     await synchronizer.close()
     await synchronizer.abort()
-
-
-def with_old_copies(policy: Any, model: Path) -> Any:
-    """The policy with the checkpoint's tensors where the double keeps copies."""
-    old = noisy_model(model, 0)
-    state = {name: tensor for name, tensor in policy.state_dict().items() if not name.endswith(CACHED)}
-    old.load_state_dict(state, strict=False)
-    return old

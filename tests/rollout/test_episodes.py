@@ -13,7 +13,6 @@ from app.errors import EngineLost, RunError
 from app.rollout.episodes import EpisodeLimits, Episodes
 from app.rollout.episodes.player import episode_failures
 from app.rollout.requests import Aborted
-from app.tracking.run_folder.timeline import Timeline
 from app.types import Completion, Ending, Group, GroupRequest, Sampling
 from tests.rollout.episodes import rollouter_with
 from tests.simulated_environments import OBSERVATION, Script, SimEnvironments
@@ -45,17 +44,15 @@ class Setting:
         max_response_tokens: int = 64,
         retries: int = 1,
         max_failed_fraction: float = 0.5,
-        window: int = 8,
-        timeline: Timeline | None = None,
     ) -> None:
         self.engines = [RecordingEngine(lambda _: 1.0, lambda p, m: True, name=f"engine {i}") for i in range(engines)]
         self.environments = SimEnvironments(script)
         self.warnings: list[str] = []
         limits = EpisodeLimits(8, max_response_tokens, retries)
-        failures = episode_failures(max_failed_fraction, window, self.warnings.append)
+        failures = episode_failures(max_failed_fraction, 8, self.warnings.append)
         environments: Any = self.environments
         self.episodes = Episodes(environments, limits, failures, seed=0)
-        self.rollouter = rollouter_with(self.episodes, self.engines, timeline)
+        self.rollouter = rollouter_with(self.episodes, self.engines)
 
     async def group(self, size: int = 2, prompt: int = 0, max_tokens: int = 64) -> Group:
         sampling = Sampling(1.0, 1.0, max_tokens)

@@ -6,7 +6,6 @@ import warnings
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -92,33 +91,25 @@ class Diary:
         return self.path.read_text().splitlines() if self.path.exists() else []
 
 
-@dataclass
-class Playing:
-    """A group of four that is being played."""
-
-    rollouter: Rollouter
-    group: "asyncio.Task[Group]"
-    diary: Diary
-
-
 @asynccontextmanager
-async def playing(spec: EnvironmentSpec, engine: Scripted, folder: Path) -> AsyncIterator[Playing]:
+async def playing(spec: EnvironmentSpec, engine: Scripted) -> AsyncIterator[tuple[Rollouter, "asyncio.Task[Group]"]]:
+    """A group of four that is being played."""
     async with rollouter_of(spec, [engine]) as rollouter:
         task = asyncio.create_task(group(rollouter, prompt()))
         try:
             async with asyncio.timeout(60):
-                yield Playing(rollouter, task, Diary(folder))
+                yield rollouter, task
         finally:
             await asyncio.gather(task, return_exceptions=True)
 
 
 def test_a_group_that_is_cancelled_at_once_asks_for_nothing(own: Maker, tmp_path: Path) -> None:
     async def run() -> None:
-        async with playing(own(DIARY, args={"folder": str(tmp_path)}), Scripted(), tmp_path) as played:
+        async with playing(own(DIARY, args={"folder": str(tmp_path)}), Scripted()) as (_, played):
             await asyncio.sleep(0)
-            played.group.cancel()
+            played.cancel()
             with pytest.raises(asyncio.CancelledError):
-                await played.group
+                await played
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # a coroutine that was never awaited
@@ -135,21 +126,21 @@ async def test_a_group_that_is_ended_inside_its_environments_closes_them(
 ) -> None:
     """Cancelled as at an interrupt, or aborted as stale. A step in a thread ends by itself first."""
     spec = own(DIARY, name=name, args={"folder": str(tmp_path), "waits": True})
-    engine = Scripted()
+    engine, diary = Scripted(), Diary(tmp_path)
 
-    async with playing(spec, engine, tmp_path) as played:
-        await played.diary.wait_for_steps(4)
+    async with playing(spec, engine) as (rollouter, played):
+        await diary.wait_for_steps(4)
         if how == "cancel":
-            played.group.cancel()
+            played.cancel()
         else:
-            await played.rollouter.abort(["talk/0@0"])
+            await rollouter.abort(["talk/0@0"])
         if name == "InThread":
             (tmp_path / "go").touch()
         with pytest.raises(asyncio.CancelledError if how == "cancel" else Aborted):
-            await played.group
-        played.diary.assert_closed_once(4)
+            await played
+        diary.assert_closed_once(4)
     assert engine.aborted == (["talk/0@0"] if how == "abort" else [])
-    assert Diary(tmp_path).counts == {"made": 4, "begin": 4, "step": 4, "close": 4}
+    assert diary.counts == {"made": 4, "begin": 4, "step": 4, "close": 4}
 
 
 @pytest.mark.parametrize("name", ["InThread", "Blocking"])
@@ -159,20 +150,20 @@ async def test_a_cancelled_group_does_not_wait_for_a_plain_step_until_its_deadli
     """As at Ctrl-C: a step in a thread, or one that blocks the worker's loop, would stay for an hour."""
     spec = own(DIARY, name=name, args={"folder": str(tmp_path), "waits": True}, timeout_s=3600.0)
 
-    async with playing(spec, Scripted(), tmp_path) as played:
-        assert played.rollouter.episodes is not None
-        environments = played.rollouter.episodes.environments
+    async with playing(spec, Scripted()) as (rollouter, played):
+        assert rollouter.episodes is not None
+        environments = rollouter.episodes.environments
         (worker,) = environments.pids
-        await played.diary.wait_for_steps(4 if name == "InThread" else 1)
-        played.group.cancel()
+        await Diary(tmp_path).wait_for_steps(4 if name == "InThread" else 1)
+        played.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await played.group
+            await played
 
         await asyncio.to_thread(until, lambda: not alive(worker), 60)
         assert environments.pids == []
         assert environments.counts["restarts"] == 0  # nothing starts while the run ends
         (tmp_path / "go").touch()
-        again = await group(played.rollouter, prompt(1))
+        again = await group(rollouter, prompt(1))
         assert again.rewards.tolist() == [2.0] * 4
         assert environments.counts["restarts"] == 1
     if name == "InThread":
@@ -184,7 +175,7 @@ async def test_a_group_whose_engine_refuses_a_turn_closes_its_environments(own: 
         if request.turn.startswith("2 of") and request.turn.endswith("member 1"):
             raise EngineError("refused on purpose")
 
-    async with playing(own(DIARY, args={"folder": str(tmp_path)}), Scripted(before=refuse), tmp_path) as played:
+    async with playing(own(DIARY, args={"folder": str(tmp_path)}), Scripted(before=refuse)) as (_, played):
         with pytest.raises(EngineError, match="refused on purpose"):
-            await played.group
-        played.diary.assert_closed_once(4)
+            await played
+        Diary(tmp_path).assert_closed_once(4)

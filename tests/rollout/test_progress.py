@@ -10,14 +10,6 @@ LIMIT_S = 10.0
 PROMPTS: InFlightRequests = {"a": ["a#0", "a#1"], "b": ["b#0"]}
 
 
-def stalled_after(*reports: dict[str, int | None] | None) -> list[str]:
-    """The prompts that are stalled after these reports, one every 4 seconds."""
-    clock = ProgressClock()
-    for index, report in enumerate(reports):
-        clock.observe(PROMPTS, report, 4.0 * index)
-    return clock.stalled(4.0 * (len(reports) - 1), LIMIT_S)
-
-
 @pytest.mark.parametrize(
     ("reports", "expected"),
     [
@@ -46,7 +38,10 @@ def stalled_after(*reports: dict[str, int | None] | None) -> list[str]:
 def test_a_prompt_is_stalled_when_its_requests_neither_advance_nor_wait_their_turn(
     reports: list[dict[str, int | None] | None], expected: list[str]
 ) -> None:
-    assert stalled_after(*reports) == expected
+    clock = ProgressClock()
+    for index, report in enumerate(reports):
+        clock.observe(PROMPTS, report, 4.0 * index)
+    assert clock.stalled(4.0 * (len(reports) - 1), LIMIT_S) == expected
 
 
 def test_the_clocks_stand_still_while_the_server_is_paused() -> None:

@@ -1,14 +1,12 @@
 """An environment that cannot be loaded is refused before a run's folder exists."""
 
-import sys
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
 
-from app.start.environments import require_environment
-from tests.compose import composed, problems_of
+from tests.compose import problems_of
 
 OWN = "tests.mode.own_environments"
 
@@ -29,12 +27,9 @@ def workers() -> list[str]:
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        (own("Missing"), "has no Missing"),
         (own("Guess", "environment.args.hint=colder"), ""),
-        (own("Guess", "environment.args.colour=1"), "colour"),
         (own("Guess", "environment.python=/no/such/python"), "/no/such/python"),
         (["environment._target_=tests.mode.dying_environment.Guess"], "(exit code 4); its last line: no license was f"),
-        (["environment=tools", "environment.tools=[no_such.tool]"], "no_such.tool"),
     ],
 )
 def test_an_environment_that_cannot_be_loaded_is_one_sentence_and_leaves_no_process(
@@ -43,9 +38,4 @@ def test_an_environment_that_cannot_be_loaded_is_one_sentence_and_leaves_no_proc
     found = problems_of(*settings).get("environment", "")
     assert named in found
     assert (found == "", found.count("\n")) == (named == "", 0)
-    assert workers() == []
-
-
-def test_another_interpreter_loads_it_from_the_working_directory(tiny_model: Path) -> None:
-    require_environment(composed(*own("Guess", f"environment.python={sys.executable}")), tiny_model)
     assert workers() == []

@@ -40,14 +40,11 @@ def test_of_two_starts_into_one_folder_in_the_same_second_one_runs_with_its_own_
     codes = [code for _, code in ended]
     assert sorted(codes) == [0, 1], ended
     refused, ran = codes.index(1), codes.index(0)
-    assert ended[refused][0] == f"{run} is in use: process {drivers[ran].pid} on {host(run)} is writing to it\n"
+    host = (run / "driver.lock").read_text().split()[-1]
+    assert ended[refused][0] == f"{run} is in use: process {drivers[ran].pid} on {host} is writing to it\n"
     assert [row["lr"] for row in metrics(run)] == [rates[ran]]
     assert f"lr: {rates[ran]}" in (run / "config" / "config.yaml").read_text()
     assert (run / "config" / "overrides.yaml").read_text() == f"- trainer.lr={rates[ran]}\n"
-
-
-def host(run: Path) -> str:
-    return (run / "driver.lock").read_text().split()[-1]
 
 
 @pytest.mark.parametrize("words", [[], ["-m"]], ids=["runs", "sweeps"])

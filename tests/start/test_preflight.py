@@ -63,11 +63,6 @@ def test_plan_doctor_and_start_refuse_the_same(
     assert str(refusal.value).startswith(f"{key}=")
 
 
-def test_every_check_of_the_table_that_can_refuse_a_setting_is_refused_here() -> None:
-    warns, of_checkpoints = {"linear attention"}, {"checkpoint"}
-    assert {check.name for check in CHECKS} == {row[0] for row in REFUSED} | warns | of_checkpoints
-
-
 def test_nothing_is_downloaded_or_started_before_what_is_cheap_is_accepted(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

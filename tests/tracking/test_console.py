@@ -3,7 +3,6 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 from app.config import RunConfig
@@ -11,14 +10,10 @@ from app.tracking.console import RunConsole
 from tests.tracking.records import metrics
 
 
-def lines(draw: Callable[[RunConsole], None], steps: int = 60) -> list[str]:
-    stream = io.StringIO()
-    draw(RunConsole(RunConfig(steps=steps), Path("out/run"), stream))
-    return stream.getvalue().splitlines()
-
-
 def test_a_step_is_one_plain_line_without_a_terminal() -> None:
-    line = lines(lambda console: console.step(3, metrics(3)))[-1]
+    stream = io.StringIO()
+    RunConsole(RunConfig(steps=60), Path("out/run"), stream).step(3, metrics(3))
+    line = stream.getvalue().splitlines()[-1]
     expected = "step 3/60 reward 0.300 accuracy 30.0% 1.23k tok/s 1.00 s generate 0.60 s train 0.30 s sync 0.05 s"
     assert " ".join(line.split()) == expected
 

@@ -2,7 +2,7 @@ import json
 import threading
 import time
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ def test_clearml_keeps_scalars_and_hyperparameters_and_gets_the_steps_after_a_re
     assert list((tmp_path / "cache").rglob("offline-*")) == []
     assert warnings(tmp_path / "run") == []
     files = (tmp_path / "run/tracking/clearml").glob("offline-*.zip")
-    first, second = sorted((clearml_session(each) for each in files), key=lambda session: session[0])
+    first, second = sorted(map(clearml_session, files), key=lambda session: session[0])
     assert first[0] == [(1, 0.1), (2, 0.2), (3, 0.3)]
     assert second[0] == [(3, 0.3), (4, 0.4)]
     assert first[1]["hyperparams"]["algorithm"]["group_size"]["value"] == "8"
@@ -77,31 +77,18 @@ class Slow:
             raise ConnectionError("gone for a moment")
         self.received.append(step)
 
-    def alert(self, step: int, title: str, text: str) -> None:
-        self.received.append(title)
-
-    def samples(self, step: int, name: str, rows: Sequence[object]) -> None:
-        self.received.append((step, name, len(rows)))
-
     def close(self, status: str) -> None:
         self.received.append(status)
 
 
-def make_options(tmp_path: Path, warned: list[str]) -> DashboardOptions:
+def test_a_slow_dashboard_drops_and_counts_what_its_queue_cannot_hold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow, warned = Slow(), list[str]()
+    monkeypatch.setattr(dashboards, "open_dashboard", lambda name, options: slow)
     metrics = tmp_path / "metrics.jsonl"
-    return DashboardOptions({}, tmp_path / "slow", metrics, "project", "run", True, None, warned.append)
-
-
-@pytest.fixture
-def slow(monkeypatch: pytest.MonkeyPatch) -> Slow:
-    dashboard = Slow()
-    monkeypatch.setattr(dashboards, "open_dashboard", lambda name, options: dashboard)
-    return dashboard
-
-
-def test_a_slow_dashboard_drops_and_counts_what_its_queue_cannot_hold(tmp_path: Path, slow: Slow) -> None:
-    warned: list[str] = []
-    worker = DashboardWorker("slow", make_options(tmp_path, warned), capacity=4)
+    options = DashboardOptions({}, tmp_path / "slow", metrics, "project", "run", True, None, warned.append)
+    worker = DashboardWorker("slow", options, capacity=4)
     start = time.monotonic()
     for step in range(100):
         worker.log(step, {"lr": 1.0})

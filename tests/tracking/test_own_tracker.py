@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from app.tracking.recorder import RunFolderRecorder
 from tests.tracking.records import group, metrics, offline
 
 FULL = """
@@ -29,21 +30,13 @@ class Tracker:
 """
 
 
-@pytest.fixture
-def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The user's module, in the working directory."""
-    name = f"tracker_{tmp_path.name}"
-    (tmp_path / f"{name}.py").write_text(FULL)
+def test_a_tracker_of_the_working_directory_gets_the_run_and_everything_it_asks_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = f"tracker_{tmp_path.name}"
+    (tmp_path / f"{module}.py").write_text(FULL)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    return name
-
-
-def test_a_tracker_of_the_working_directory_gets_the_run_and_everything_it_asks_for(
-    tmp_path: Path, module: str
-) -> None:
-    from app.tracking.recorder import RunFolderRecorder
-
     config = offline(f"{module}.Tracker")
     config.tracking.args = {"url": "http://x"}
     run = tmp_path / "runs" / "mine"

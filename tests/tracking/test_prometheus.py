@@ -12,19 +12,6 @@ from app.tracking.dashboards import DashboardOptions, DashboardWorker, close_all
 from tests.waiting import until
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def options(tmp_path: Path, port: int, warned: list[str]) -> DashboardOptions:
-    config = {"tracking": {"port": port}}
-    return DashboardOptions(
-        config, tmp_path, tmp_path / "metrics.jsonl", "p", "model/run 1", False, None, warned.append
-    )
-
-
 def scraped(port: int) -> dict[str, float]:
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as reply:
         text = reply.read().decode()
@@ -34,8 +21,13 @@ def scraped(port: int) -> dict[str, float]:
 
 
 def test_every_metric_is_a_gauge_of_the_run_until_the_run_ends(tmp_path: Path) -> None:
-    port, warned = free_port(), list[str]()
-    worker = DashboardWorker("prometheus", options(tmp_path, port, warned))
+    warned = list[str]()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    config, metrics = {"tracking": {"port": port}}, tmp_path / "metrics.jsonl"
+    options = DashboardOptions(config, tmp_path, metrics, "p", "model/run 1", False, None, warned.append)
+    worker = DashboardWorker("prometheus", options)
     worker.log(3, {"lr": 0.5, "reward/mean": 0.25, "time/step": 2.0, "reward/pass@4": 1.0, "loss": float("nan")})
     worker.log(4, {"reward/mean": 0.75})
     worker.alert(4, "stalled", "no tokens")

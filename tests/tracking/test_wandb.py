@@ -38,8 +38,7 @@ from pathlib import Path
 from app.cluster.process_reaper import process_reaper
 from app.tracking.recorder import RunFolderRecorder
 from app.tracking.wandb import WeightsAndBiases
-from tests.tracking.records import metrics
-from tests.tracking.records import offline
+from tests.tracking.records import metrics, offline
 
 log = WeightsAndBiases.log
 

@@ -38,7 +38,6 @@ class Recorded:
         self.run_id = path.stem.removeprefix("run-")
         self.history: dict[int, dict[str, Any]] = {}
         self.config: dict[str, Any] = {}
-        self.summary: dict[str, Any] = {}
         self.exit_codes: list[int] = []
         for entry in wandb_records(path):
             kind = entry.WhichOneof("record_type")
@@ -50,9 +49,6 @@ class Recorded:
                 self.history[values["_step"]] = values
             elif kind == "run":
                 self.config.update({item.key: json.loads(item.value_json) for item in entry.run.config.update})
-            elif kind == "summary":
-                for item in entry.summary.update:
-                    self.summary[item.key or ".".join(item.nested_key)] = json.loads(item.value_json)
             elif kind == "exit":
                 self.exit_codes.append(entry.exit.exit_code)
 
