@@ -4,12 +4,14 @@ import re
 import shlex
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from hydra import compose, initialize_config_dir
 
 from app.config import compose as configuration
+from app.config.algorithm import Aggregation, AlgorithmConfig, Correction, OldPolicy, RatioLevel
 from app.config.device import DeviceKind
 from app.config.model import TINY_PRESETS
 from app.config.placement import PlacementKind
@@ -29,6 +31,40 @@ RUNNABLE = sorted(path for group in ("experiment", "sweep", "model", "algorithm"
 MODELS = sorted({path.stem for path in (CONF / "model").glob("*.yaml")} - {"hf"})
 PLACEMENTS = ["colocate", "fully_async"]
 SIZES = {"prompts_per_step", "group_size"}  # of an algorithm
+# Of GRPO the settings that define it, of the others what differs; the rest is the default.
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "grpo": {
+        "updates_per_step": 1,
+        "normalize_by_std": True,
+        "ratio": RatioLevel.token,
+        "clip_low": 0.2,
+        "clip_high": 0.2,
+        "aggregation": Aggregation.seq_mean_token_mean,
+        "dynamic_sampling": False,
+        "overlong_buffer_fraction": 0.0,
+    },
+    "dapo": {
+        "updates_per_step": 16,
+        "clip_high": 0.28,
+        "aggregation": Aggregation.token_mean,
+        "dynamic_sampling": True,
+        "overlong_buffer_fraction": 0.2,
+    },
+    "dr_grpo": {"normalize_by_std": False, "aggregation": Aggregation.seq_mean_token_sum_norm},
+    "gspo": {"updates_per_step": 4, "ratio": RatioLevel.sequence, "clip_low": 3e-4, "clip_high": 4e-4},
+    "cispo": {
+        "objective": "cispo",
+        "old_policy": OldPolicy.rollout,
+        "clip_low": 1.0,
+        "clip_high": 4.0,
+        "aggregation": Aggregation.token_mean,
+    },
+    "dppo": {"objective": "dppo", "old_policy": OldPolicy.rollout},
+    "sapo": {"objective": "sapo", "updates_per_step": 4},
+    "rloo": {"advantage": "rloo", "aggregation": Aggregation.seq_mean_token_sum},
+    "maxrl": {"advantage": "maxrl"},
+    "opd": {"reward_coefficient": 0.0, "aggregation": Aggregation.token_mean},
+}
 
 # What is meant for hardware. `model=hf` is for models of which one device can hold the whole training state: with
 # AdamW's temporaries, one NPU cannot hold that of 4 B parameters.
@@ -50,6 +86,18 @@ DEVICE_KINDS = {
     PlacementKind.colocate: {"shared device"},
     PlacementKind.fully_async: {"trainer device", "engine device"},
 }
+
+
+@pytest.mark.parametrize("algorithm", PUBLISHED)
+@pytest.mark.parametrize("composition", ["placement=fully_async", "experiment=npu4_colocate_4b"])
+def test_an_algorithm_is_the_published_one(composition: str, algorithm: str) -> None:
+    config = composed(f"algorithm={algorithm}", composition)
+    published = {**PUBLISHED["grpo"], **PUBLISHED[algorithm]}
+    sizes = {name: getattr(config.algorithm, name) for name in SIZES}
+    assert config.algorithm == AlgorithmConfig(name=algorithm, **published, **sizes)
+    corrects = config.placement.max_staleness and config.algorithm.old_policy is OldPolicy.trainer
+    assert config.correction is (Correction.tis if corrects else Correction.none)
+    assert config.stream == (config.placement.kind is PlacementKind.fully_async and published["updates_per_step"] == 1)
 
 
 @pytest.mark.parametrize("path", sorted(CONF.glob("*/*.yaml")), ids=lambda path: f"{path.parent.name}={path.stem}")

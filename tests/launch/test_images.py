@@ -4,7 +4,6 @@ import re
 import subprocess
 import tomllib
 from importlib.metadata import distribution
-from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement

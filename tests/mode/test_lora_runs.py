@@ -20,10 +20,14 @@ COMBINATIONS = {
     "tensor parallel": ["placement.devices=2", "placement.rollout_devices=2", "rollout.tensor_parallel=2"],
     "bfloat16": ["device.dtype=bfloat16"],
     "qwen35": ["model=tiny_qwen35", "model.name=tiny_qwen35", "model.lora.rank=8", "trainer.lr=1e-3"],
-    "environment": (
-        "model=tiny_tools data=products environment=calculator model.lora.rank=8 trainer.lr=3e-3 "
-        "data.products.eval_problems=20"
-    ).split(),
+    "environment": [
+        "model=tiny_tools",
+        "data=products",
+        "environment=calculator",
+        "model.lora.rank=8",
+        "trainer.lr=3e-3",
+        "data.products.eval_problems=20",
+    ],
     "targets": ["model.lora.targets=[q_proj,v_proj]", "model.lora.alpha=16"],
 }
 

@@ -16,11 +16,17 @@ from tests.folders import ROOT
 COUNTS = ROOT / "tests" / "bench" / "results" / "linear_counts.json"
 P = 4_022_468_096  # parameters of Qwen3-4B
 KV = 36 * 2 * 8 * 128 * 2  # bytes per token: layers, keys and values, heads, width, bfloat16
-FOUR_AND_FOUR = (
-    "device=cuda placement=fully_async model=qwen3_4b placement.trainer_devices=4 placement.rollout_devices=4 "
-    "rollout.tensor_parallel=1 rollout.max_completion_tokens=2048 trainer.activation_checkpointing=all "
-    "rollout.max_inflight_groups=32"
-).split()
+FOUR_AND_FOUR = [
+    "device=cuda",
+    "placement=fully_async",
+    "model=qwen3_4b",
+    "placement.trainer_devices=4",
+    "placement.rollout_devices=4",
+    "rollout.tensor_parallel=1",
+    "rollout.max_completion_tokens=2048",
+    "trainer.activation_checkpointing=all",
+    "rollout.max_inflight_groups=32",
+]
 
 
 def seconds(model: Architecture, *overrides: str) -> StepSeconds | None:
