@@ -12,11 +12,7 @@ import pytest
 import ray
 from ray.util.placement_group import remove_placement_group
 
-from app.cluster.actors import (
-    EngineFactory,
-    engine_threads,
-    make_trainer,
-)
+from app.cluster.actors import EngineFactory, engine_threads, make_trainer
 from app.cluster.placement_group import reserve
 from app.config.device import DeviceKind
 from app.device import device_of

@@ -27,6 +27,7 @@ from tests.trainer.support import Scenario, full, make_step, parameters, sampled
 from tests.trainer.test_step import GRPO
 from tests.weight_sync.support import make_synchronizer, make_trainer, started
 
+pytestmark = pytest.mark.usefixtures("one_thread")  # small trainers compute faster on one
 ALL = list(TrainerMemory)
 WITH_REFERENCE = replace(GRPO, kl=Kl.k3, kl_coefficient=0.1)
 

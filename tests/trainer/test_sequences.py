@@ -105,10 +105,7 @@ def loss_of_turns(model: Any, groups: Sequence[ScoredGroup], config: AlgorithmCo
             divisor = total if config.aggregation is Aggregation.seq_mean_token_mean else 1
             terms.append(-torch.cat(objectives).sum() / divisor)
 
-    denominator = {
-        Aggregation.token_mean: counted,
-        Aggregation.seq_mean_token_mean: len(terms),
-    }[config.aggregation]
+    denominator = {Aggregation.token_mean: counted, Aggregation.seq_mean_token_mean: len(terms)}[config.aggregation]
     return torch.stack(terms).sum() / denominator
 
 

@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from aiohttp import ClientSession, ClientTimeout, web
 
-from app.config.algorithm import AlgorithmConfig, Correction
-from app.config.device import DeviceKind, Dtype
+from app.config.device import Dtype
 from app.config.model import LoraConfig
 from app.config.trainer import TrainerConfig
 from app.config.weight_sync import Verify, WeightSyncConfig
@@ -58,27 +57,12 @@ def make_trainer(
     """Create Ray actors of real trainer ranks, not set up yet."""
     import ray
 
-    from app.trainer.rank import CONCURRENCY_GROUPS, RankSpec, TrainerRank
+    from app.trainer.rank import CONCURRENCY_GROUPS, TrainerRank
     from app.trainer.remote import RemoteTrainer
+    from tests.trainer.support import rank_spec
 
-    spec = RankSpec(
-        device=DeviceKind.cpu,
-        dtype=dtype,
-        model_path=model,
-        trust_remote_code=False,
-        trainer=TrainerConfig(tokens_per_microbatch=1024),
-        run_updates=1,
-        algorithm=AlgorithmConfig(),
-        correction=Correction.none,
-        temperature=1.0,
-        max_completion_tokens=16,
-        reference=False,
-        ranks=ranks,
-        threads=1,
-        seed=0,
-        logs=folder,
-        lora=lora or LoraConfig(),
-    )
+    settings = {"trainer": TrainerConfig(tokens_per_microbatch=1024), "temperature": 1.0, "lora": lora or LoraConfig()}
+    spec = rank_spec(model, folder, dtype=dtype, ranks=ranks, **settings)
     remote: Any = ray.remote  # whose stubs lack concurrency_groups
     make = remote(concurrency_groups=CONCURRENCY_GROUPS, num_cpus=0)(TrainerRank)
     return RemoteTrainer([make.remote(spec, rank) for rank in range(ranks)], timeout_s=120, logs=folder)

@@ -96,10 +96,6 @@ def test_buffers_on_a_device_are_freed_after_each_sync_and_those_of_a_cpu_are_ke
     sender.close()
 
 
-async def sleeping(seconds: float) -> None:
-    await asyncio.sleep(seconds)
-
-
 async def failing(seconds: float, error: Exception) -> None:
     await asyncio.sleep(seconds)
     raise error
@@ -115,11 +111,11 @@ def wait(timeout_s: float, **work: Any) -> Any:
 def test_a_missing_reply_is_named_when_the_deadline_passes() -> None:
     began = time.monotonic()
     with pytest.raises(SyncError, match=r"policy 5 .*bucket 3 of 9 .*weight_sync.timeout_s=0.2 s: .*one"):
-        wait(0.2, one=sleeping(9), two=sleeping(0))
+        wait(0.2, one=asyncio.sleep(9), two=asyncio.sleep(0))
     assert time.monotonic() - began < 2
 
 
 def test_the_first_failure_ends_the_wait_and_later_ones_are_named_too() -> None:
     dead, broken = EngineError("engine 1 was killed"), EngineError("connection closed")
     with pytest.raises(SyncError, match=r"bucket 3 of 9: two: .*three: "):
-        wait(60, one=sleeping(60), two=failing(0, broken), three=failing(0.1, dead))
+        wait(60, one=asyncio.sleep(60), two=failing(0, broken), three=failing(0.1, dead))
