@@ -95,6 +95,8 @@ def test_the_merged_export_and_peft_with_the_adapter_have_the_log_probabilities_
     ]
     stored = load_file(out / "adapter" / "adapter_model.safetensors")
     assert {tensor.dtype for tensor in stored.values()} == {torch.float32}
+    written = json.loads((out / "adapter" / "adapter_config.json").read_text())
+    assert written["base_model_name_or_path"] == str(source)
     loaded_names = {name for name in adapted.state_dict() if "lora_" in name}
     assert {name.replace(".default", "") for name in loaded_names} == stored.keys()
 

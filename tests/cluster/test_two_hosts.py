@@ -27,12 +27,8 @@ SETTINGS = [
     "trainer.timeout_s=40",
 ]
 LOST = r"its node has died: .*missing too many heartbeats \(on 10\.77\.0\.2\)"  # the end of an error's line
-RUN_PARTS = (
-    "EngineHost",
-    "TrainerRank",
-    "app.rollout.engine.launcher",
-    "sglang::",
-)  # processes of a run on a worker node
+# Processes of a run on a worker node.
+RUN_PARTS = ("EngineHost", "TrainerRank", "app.rollout.engine.launcher", "sglang::")
 
 
 @pytest.fixture(autouse=True, scope="module")

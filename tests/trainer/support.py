@@ -1,7 +1,7 @@
 """Train steps on a small random Qwen3: random groups, scenarios for one process or several ranks, their results."""
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -76,22 +76,18 @@ def demonstrations(count: int, *, seed: int = 5) -> list[TokenSequence]:
     return made
 
 
+def with_each(groups: Sequence[ScoredGroup], change: Callable[[Trajectory], Trajectory]) -> list[ScoredGroup]:
+    """Return the groups with every trajectory changed, in order."""
+    return [
+        replace(scored, group=replace(scored.group, trajectories=tuple(map(change, scored.group.trajectories))))
+        for scored in groups
+    ]
+
+
 def with_logprobs(groups: Sequence[ScoredGroup], logprobs: Sequence[np.ndarray]) -> list[ScoredGroup]:
     """Return the groups with these rollout log-probabilities, one array per trajectory, in order."""
     remaining = iter(logprobs)
-    return [
-        ScoredGroup(
-            Group(
-                scored.group.prompt,
-                tuple(
-                    replace(each, completion=replace(each.completion, logprobs=next(remaining)))
-                    for each in scored.group.trajectories
-                ),
-            ),
-            scored.advantages,
-        )
-        for scored in groups
-    ]
+    return with_each(groups, lambda each: replace(each, completion=replace(each.completion, logprobs=next(remaining))))
 
 
 def sampled(path: Path, groups: Sequence[ScoredGroup], *, noise: float = 0.1, seed: int = 1) -> list[ScoredGroup]:
@@ -107,15 +103,12 @@ def sampled(path: Path, groups: Sequence[ScoredGroup], *, noise: float = 0.1, se
 
 def unreadable(groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
     """Return the groups with a token outside of the vocabulary: their forward raises `IndexError`."""
-    return [
-        replace(scored, group=replace(scored.group, trajectories=tuple(map(_unreadable, scored.group.trajectories))))
-        for scored in groups
-    ]
 
+    def change(trajectory: Trajectory) -> Trajectory:
+        prompt = replace(trajectory.prompt, token_ids=np.full_like(trajectory.prompt.token_ids, VOCABULARY))
+        return replace(trajectory, prompt=prompt)
 
-def _unreadable(trajectory: Trajectory) -> Trajectory:
-    prompt = replace(trajectory.prompt, token_ids=np.full_like(trajectory.prompt.token_ids, VOCABULARY))
-    return replace(trajectory, prompt=prompt)
+    return with_each(groups, change)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import torch
 
 from app.config.model import LoraConfig
 from app.model.load import load
-from app.model.lora.names import adapter_config, delta, pairs, served
+from app.model.lora.names import delta, pairs, served
 from app.model.policy import PolicyModel, named_trained_tensors
 from tests.model.lora.support import move
 from tests.model.support import save_qwen3, save_qwen35
@@ -39,11 +39,3 @@ def test_the_parts_of_a_fused_projection_add_the_rows_of_the_whole(tmp_path: Pat
     assert [len(each) for each in rows] == [16, 16, 32]
     assert torch.equal(torch.cat(rows), delta(*whole[f"{layer}qkv"], LORA.scale))
     assert torch.equal(parts[f"{layer}z"][1], whole[f"{layer}z"][1])
-
-
-def test_peft_gets_the_names_of_the_adapted_layers(tmp_path: Path) -> None:
-    policy = adapted(save_qwen3(tmp_path / "model"))
-    config = adapter_config(LORA, dict(named_trained_tensors(policy)), "Qwen/Qwen3-4B")
-    layers = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
-    assert config["target_modules"] == layers
-    assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (4, 8.0, "Qwen/Qwen3-4B")

@@ -47,12 +47,7 @@ def test_everything_else_is_frozen_and_only_adapters_are_trained(tmp_path: Path)
 def test_a_base_of_bfloat16_has_no_float32_copy_but_keeps_its_decays(tmp_path: Path) -> None:
     path = save_qwen35(tmp_path / "model")
     policy = load(
-        path,
-        mesh=None,
-        device="cpu",
-        lora=LoraConfig(rank=4),
-        param_dtype=torch.bfloat16,
-        compute_dtype=torch.bfloat16,
+        path, mesh=None, device="cpu", lora=LoraConfig(rank=4), param_dtype=torch.bfloat16, compute_dtype=torch.bfloat16
     )
     float32 = {name for name, tensor in named_checkpoint_tensors(policy) if tensor.dtype == torch.float32}
     assert {name.rpartition(".")[2] for name in float32} == {"A_log", "dt_bias"}

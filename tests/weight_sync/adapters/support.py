@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from app.config.weight_sync import WeightSyncConfig
 from app.model.lora.names import adapter_tensors
 from app.weight_sync.adapters import AdapterSynchronizer
@@ -21,16 +19,13 @@ class RandomAdapters:
 
     def set(self, seed: int, size: float) -> None:
         """Whatever the number of ranks, the same adapters."""
+        from torch.distributed.tensor import DTensor, distribute_tensor
+
         for name, parameter in self.adapters.items():
-            parameter.data.copy_(distributed_like(parameter, noise(name, tuple(parameter.shape), seed, size)))
-
-
-def distributed_like(parameter: Any, full: torch.Tensor) -> Any:
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
-    if isinstance(parameter, DTensor):
-        return distribute_tensor(full, parameter.device_mesh, parameter.placements)
-    return full
+            full = noise(name, tuple(parameter.shape), seed, size)
+            if isinstance(parameter, DTensor):
+                full = distribute_tensor(full, parameter.device_mesh, parameter.placements)
+            parameter.data.copy_(full)
 
 
 async def adapter_trainer(model: Path, folder: Path, *, ranks: int = 1) -> Any:
