@@ -45,14 +45,14 @@ def scored_groups(count: int, size: int = 4, *, seed: int = 0, shortest: int = 0
     random = np.random.default_rng(seed)
     groups = []
     for index in range(count):
-        prompt = Prompt(f"random/{index}@0", _tokens(random, int(random.integers(1, 7))), "", "random")
+        prompt = Prompt(f"random/{index}@0", tokens(random, int(random.integers(1, 7))), "", "random")
         trajectories = [_trajectory(prompt, random, int(random.integers(shortest, LIMIT + 1))) for _ in range(size)]
         advantages = random.normal(size=size).astype(np.float32)
         groups.append(ScoredGroup(Group(prompt, tuple(trajectories)), advantages))
     return groups
 
 
-def _tokens(random: np.random.Generator, count: int) -> np.ndarray:
+def tokens(random: np.random.Generator, count: int) -> np.ndarray:
     return random.integers(0, VOCABULARY, count).astype(np.int32)
 
 
@@ -60,7 +60,7 @@ def _trajectory(prompt: Prompt, random: np.random.Generator, length: int) -> Tra
     reason = FinishReason.length if length == LIMIT else FinishReason.stop
     logprobs = random.normal(-3, 1, length).astype(np.float32)
     return Trajectory(
-        prompt, Completion(_tokens(random, length), logprobs, reason, (VersionSpan(0, 0, length),)), "", reward=0.0
+        prompt, Completion(tokens(random, length), logprobs, reason, (VersionSpan(0, 0, length),)), "", reward=0.0
     )
 
 
@@ -72,7 +72,7 @@ def demonstrations(count: int, *, seed: int = 5) -> list[TokenSequence]:
         length = int(random.integers(2, LIMIT + 6))
         imitated = random.random(length) < 0.6
         imitated[0], imitated[-1] = False, True
-        made.append(TokenSequence.demonstration(_tokens(random, length), imitated))
+        made.append(TokenSequence.demonstration(tokens(random, length), imitated))
     return made
 
 

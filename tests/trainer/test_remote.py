@@ -19,19 +19,16 @@ from app.errors import TrainerError
 from app.trainer.remote import RemoteTrainer
 from app.types import ScoredGroup, StepReport
 from tests.trainer.support import VOCABULARY, scored_groups
-from tests.weight_sync.support import make_trainer
+from tests.weight_sync.support import killed, make_trainer
 
 TOO_LONG_S = 60.0  # an undetected failure would take the `timeout_s` of `make_trainer`: 120
 
 
 @pytest.fixture
 def trainer(ray_session: None, path: Path, tmp_path: Path) -> Iterator[RemoteTrainer]:
-    import ray
-
     trainer = make_trainer(path, tmp_path, ranks=2)
-    yield trainer
-    for rank in trainer.ranks:
-        ray.kill(rank)
+    with killed(*trainer.ranks):
+        yield trainer
 
 
 def failing_on_one_rank(groups: list[ScoredGroup]) -> list[ScoredGroup]:
@@ -77,7 +74,6 @@ async def test_two_ranks_save_restore_and_end_a_call_that_one_of_them_failed(
     trainer: RemoteTrainer, path: Path, tmp_path: Path
 ) -> None:
     groups = scored_groups(4, shortest=2)
-
     parameters = parameters_of(path)
     await trainer.setup()
     assert await trainer.checkpoint_bytes() == 12 * parameters
@@ -119,7 +115,6 @@ async def fail(trainer: RemoteTrainer, groups: list[ScoredGroup]) -> None:
 @pytest.mark.slow
 async def test_a_rank_that_dies_is_the_one_that_is_named(trainer: RemoteTrainer) -> None:
     """Its death breaks the collective of the other rank, whose error may come first."""
-
     await trainer.setup()
     await trainer.begin_step(version=1)
     os.kill(await trainer.ranks[1].pid.remote(), signal.SIGKILL)

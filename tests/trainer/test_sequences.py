@@ -27,7 +27,7 @@ from app.types import (
 from tests.model.support import relative
 from tests.trainer import plain
 from tests.trainer.ranks import play_on
-from tests.trainer.support import TEMPERATURE, VOCABULARY, Scenario, play
+from tests.trainer.support import TEMPERATURE, Scenario, play, tokens
 from tests.trainer.test_ranks import assert_same
 
 GRPO = AlgorithmConfig(prompts_per_step=6, group_size=4)
@@ -76,10 +76,6 @@ def sequence(prompt: Prompt, random: np.random.Generator, *, turns: int) -> Toke
     count = int(mask.sum())
     logprobs = random.normal(-4.6, 0.1, count).astype(np.float32)
     return TokenSequence(np.concatenate(pieces), mask, logprobs, (VersionSpan(0, 0, count),))
-
-
-def tokens(random: np.random.Generator, count: int) -> np.ndarray:
-    return random.integers(0, VOCABULARY, count).astype(np.int32)
 
 
 def turns_alone(sequence: TokenSequence) -> Iterator[Trajectory]:

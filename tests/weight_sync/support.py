@@ -77,20 +77,30 @@ async def started(trainer: Any, *, weights: bool = True) -> Any:
 
 
 @contextmanager
+def killed(*actors: Any) -> Iterator[None]:
+    """Kill actors of Ray after the block."""
+    import ray
+
+    try:
+        yield
+    finally:
+        for actor in actors:
+            ray.kill(actor)
+
+
+@contextmanager
 def running(engine: Any, trainer: Any) -> Iterator[tuple[Any, Any]]:
     """Start an engine and a trainer, and end both after the block. Yields trainer, engine."""
-    import ray
 
     async def start() -> None:
         await asyncio.gather(engine.start(300), started(trainer))
 
-    asyncio.run(start())
-    try:
-        yield trainer, engine
-    finally:
-        asyncio.run(engine.stop())
-        for actor in (engine.actor, *trainer.ranks):
-            ray.kill(actor)
+    with killed(engine.actor, *trainer.ranks):
+        asyncio.run(start())
+        try:
+            yield trainer, engine
+        finally:
+            asyncio.run(engine.stop())
 
 
 async def make_synchronizer(
