@@ -141,14 +141,10 @@ def test_the_installed_package_is_as_claimed(claim: Claim) -> None:
         pytest.skip(f"{claim.package} is not installed: the slow test reads its wheel")
     if present not in claim.read_in:
         pytest.skip(f"{claim.package} {present} is none of {claim.read_in}")
-    claim.check(installed_text(claim, present))
-
-
-def installed_text(claim: Claim, present: str) -> str:
     assert claim.source is not None
-    path = claim.source.format(version=present)
     module = canonicalize_name(claim.package).replace("-", "_")
-    return installed({"hydra_core": "hydra"}.get(module, module)).read(path)
+    package = installed({"hydra_core": "hydra"}.get(module, module))
+    claim.check(package.read(claim.source.format(version=present)))
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,5 @@
 """A delta, packed by trainer ranks and loaded by the engine's plugin, equals a full sync bit for bit."""
 
-import os
 import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from app.rollout.engine.sglang_plugin import delta_loader as wire
@@ -23,7 +22,7 @@ from app.weight_sync import snapshot as snapshots
 from app.weight_sync.buckets import Bucket, Receivers, TensorMeta, plan_buckets
 from app.weight_sync.delta import DeltaEncoder, encode_gaps, max_header_bytes
 from app.weight_sync.shard_diff import CPU_CHUNK, ShardSnapshot, diff_and_replace_all
-from tests.trainer.ranks import processes
+from tests.trainer.ranks import run_on
 
 ROWS, ROW = 6, 10
 SHAPES = {"up": (ROWS, ROW), "gate": (ROWS, ROW), "down": (ROW, ROWS), "odd": (7,), "big": (301, 257), "decay": (3,)}
@@ -306,8 +305,7 @@ ROUNDS = 3
 
 def test_two_ranks_encode_the_same_message_as_one(tmp_path: Path) -> None:
     """Shards of even, odd and fewer rows than ranks, received by rank 0 alone and by all ranks."""
-    processes(_rank, (tmp_path / "rendezvous", tmp_path), 2)
-    saved = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)]
+    saved = run_on(2, on_both_ranks, tmp_path / "messages.pt")
     alone = messages_of(SHARDED, Receivers.every_rank)
     assert len(alone) == ROUNDS
     received = [saved[0][receivers.name] for receivers in Receivers]
@@ -322,22 +320,15 @@ def test_two_ranks_encode_the_same_message_as_one(tmp_path: Path) -> None:
 SHARDED = {"even": (8, 33), "odd": (7, 5), "one row": (1, 40), "vector": (301,), "blocks": (300, 701)}
 
 
-def _rank(rank: int, rendezvous: Path, out: Path) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
-    warnings.simplefilter("error", FutureWarning)  # deprecated collectives
-    try:
-        mesh = init_device_mesh("cpu", (2,))
-        messages = {
-            receivers.name: messages_of(SHARDED, receivers, mesh)
-            for receivers in (Receivers.every_rank, Receivers.rank_0)
-        }
+def on_both_ranks(mesh: DeviceMesh) -> list[Any]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)  # deprecated collectives
+        messages = {each.name: messages_of(SHARDED, each, mesh) for each in (Receivers.every_rank, Receivers.rank_0)}
         setattr(dist, "gather", gather_of_torch_npu)  # noqa: B010 (of another signature)
         messages["rank_0_by_all_gather"] = messages_of(SHARDED, Receivers.rank_0_by_all_gather, mesh)
-        torch.save(messages, out / f"rank{rank}.pt")
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
+    saved: list[Any] = [None, None]
+    dist.all_gather_object(saved, messages)
+    return saved
 
 
 def gather_of_torch_npu(
