@@ -6,16 +6,18 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from aiohttp import ClientSession, ClientTimeout, web
 
-from app.config.device import Dtype
+from app.config.device import DeviceKind, Dtype
 from app.config.model import LoraConfig
 from app.config.trainer import TrainerConfig
 from app.config.weight_sync import Verify, WeightSyncConfig
+from app.device import device_of
 from app.types import GroupRequest, InFlight, Sampling
 from app.utils.units import MIB
 from app.weight_sync.synchronizer import BucketedWeightSynchronizer
@@ -66,6 +68,18 @@ def make_trainer(
     remote: Any = ray.remote  # whose stubs lack concurrency_groups
     make = remote(concurrency_groups=CONCURRENCY_GROUPS, num_cpus=0)(TrainerRank)
     return RemoteTrainer([make.remote(spec, rank) for rank in range(ranks)], timeout_s=120, logs=folder)
+
+
+def rank_of(model: Any, rank: int = 0, kind: DeviceKind = DeviceKind.cpu, **spec: Any) -> Any:
+    """What a sender reads of a trainer rank of this kind of device, whose tensors are on a CPU."""
+    return SimpleNamespace(
+        model=model,
+        rank=rank,
+        device=device_of(kind),
+        torch_device=torch.device("cpu"),
+        spec=SimpleNamespace(dtype=Dtype.bfloat16, **spec),
+        require_onloaded=lambda *_: None,
+    )
 
 
 async def started(trainer: Any, *, weights: bool = True) -> Any:

@@ -1,31 +1,20 @@
 """Tensors are sent under the names of the hub checkpoint, as the engine's loader for the family expects."""
 
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
-from app.config.device import DeviceKind, Dtype
-from app.device import device_of
 from app.model.load import load
 from app.weight_sync.buckets import TensorMeta
 from app.weight_sync.sender import Sender
 from tests.model.support import save_qwen3, save_qwen35
+from tests.weight_sync.support import rank_of
 
 
 def described(path: Path) -> dict[str, TensorMeta]:
-    model = load(path, mesh=None, device="cpu")
-    trainer_rank: Any = SimpleNamespace(
-        model=model,
-        rank=0,
-        device=device_of(DeviceKind.cpu),
-        torch_device=torch.device("cpu"),
-        spec=SimpleNamespace(dtype=Dtype.bfloat16),
-    )
-    return {tensor.name: tensor for tensor in Sender(trainer_rank).describe()}
+    sender = Sender(rank_of(load(path, mesh=None, device="cpu")))
+    return {tensor.name: tensor for tensor in sender.describe()}
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from app.config.device import DeviceKind, Dtype
+from app.config.device import DeviceKind
 from app.config.weight_sync import TransportKind, WeightSyncConfig, transport_of
-from app.device import device_of
 from app.errors import EngineError, SyncError
 from app.trainer.throughput import StepProfiler
 from app.weight_sync.buckets import Bucket, ReadyBucket, TensorMeta
@@ -21,6 +20,7 @@ from app.weight_sync.transport.base import Deadline
 from app.weight_sync.transport.collective import BroadcastSender
 from app.weight_sync.transport.ipc import IpcSender
 from tests.refusals import refused
+from tests.weight_sync.support import rank_of
 
 AUTO, IPC, COLLECTIVE = TransportKind.auto, TransportKind.ipc, TransportKind.collective
 
@@ -70,15 +70,8 @@ def test_buffers_on_a_device_are_freed_after_each_sync_and_those_of_a_cpu_are_ke
 
         def send(self, index: int) -> None: ...
 
-    rank = SimpleNamespace(
-        rank=0,
-        torch_device=torch.device(device),
-        spec=SimpleNamespace(dtype=Dtype.bfloat16),
-        model=SimpleNamespace(causal_lm=torch.nn.Module(), checkpoint_names={}),
-        device=device_of(DeviceKind.cuda),
-        require_onloaded=lambda *_: None,
-        profiler=StepProfiler([], Path(), 0),
-    )
+    rank = rank_of(SimpleNamespace(causal_lm=torch.nn.Module(), checkpoint_names={}), kind=DeviceKind.cuda)
+    rank.torch_device, rank.profiler = torch.device(device), StepProfiler([], Path(), 0)
     sender = QuietSender(rank)
     bucket = Bucket((TensorMeta("weight", "bfloat16", (8,)),))
     sender.prepare([bucket, bucket, bucket], None, 1)
