@@ -34,9 +34,11 @@ def all_played(two_ranks: DeviceMesh, paths: list[Path]) -> dict[int, Runs]:
 def played(path: Path, mesh: Any, options: dict[str, Any]) -> Result:
     """Each rank computes the whole batch: FSDP2 averages gradients over ranks, so they equal those of one rank."""
     policy = load(path, mesh=mesh, device="cpu", **options)
-    compute: dict[str, str] = {}
-    mlp: Any = policy.layers[0].mlp
-    mlp.register_forward_pre_hook(lambda *_: compute.update(dtypes_of(policy.layers[0])))
+    compute: dict[str, str] = {}  # dtypes of a layer's parameters during its forward pass
+    layer: Any = policy.layers[0]
+    layer.mlp.register_forward_pre_hook(
+        lambda *_: compute.update((name, str(each.dtype)) for name, each in layer.named_parameters())
+    )
     packed = batch(101)
     logprobs, entropies = policy(**packed.inputs, temperature=0.7, chunk_tokens=7)
     (logprobs * weights(packed)).sum().backward()
@@ -56,11 +58,6 @@ def played(path: Path, mesh: Any, options: dict[str, Any]) -> Result:
         "gradients": gradients,
         "compute": compute,
     }
-
-
-def dtypes_of(layer: torch.nn.Module) -> dict[str, str]:
-    """Dtypes of a layer's parameters during its forward pass."""
-    return {name: str(parameter.dtype) for name, parameter in layer.named_parameters()}
 
 
 @pytest.fixture(scope="module")

@@ -84,21 +84,20 @@ def with_each(groups: Sequence[ScoredGroup], change: Callable[[Trajectory], Traj
     ]
 
 
-def with_logprobs(groups: Sequence[ScoredGroup], logprobs: Sequence[np.ndarray]) -> list[ScoredGroup]:
-    """Return the groups with these rollout log-probabilities, one array per trajectory, in order."""
-    remaining = iter(logprobs)
-    return with_each(groups, lambda each: replace(each, completion=replace(each.completion, logprobs=next(remaining))))
-
-
 def sampled(path: Path, groups: Sequence[ScoredGroup], *, noise: float = 0.1, seed: int = 1) -> list[ScoredGroup]:
     """Return the groups with rollout log-probabilities of this model, plus some noise for the engine's mismatch."""
     from tests.trainer.plain import token_logprobs, transformers_model
 
     random = np.random.default_rng(seed)
     model = transformers_model(path)
+
+    def change(trajectory: Trajectory) -> Trajectory:
+        exact = token_logprobs(model, trajectory, TEMPERATURE)[0].numpy()
+        logprobs = (exact + random.normal(0, noise, len(exact))).astype(np.float32)
+        return replace(trajectory, completion=replace(trajectory.completion, logprobs=logprobs))
+
     with torch.no_grad():
-        exact = [token_logprobs(model, each, TEMPERATURE)[0].numpy() for g in groups for each in g.group.trajectories]
-    return with_logprobs(groups, [(one + random.normal(0, noise, len(one))).astype(np.float32) for one in exact])
+        return with_each(groups, change)
 
 
 def unreadable(groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:

@@ -57,12 +57,6 @@ class Garbage:
         return self.reference() is not None
 
 
-def parameters_of(path: Path) -> int:
-    """The numbers in a model's files."""
-    tensors = (load_file(file) for file in path.glob("*.safetensors"))
-    return sum(tensor.numel() for each in tensors for tensor in each.values())
-
-
 async def step(trainer: RemoteTrainer, version: int, groups: list[ScoredGroup]) -> StepReport:
     await trainer.begin_step(version=version)
     await trainer.add_groups(groups)
@@ -74,7 +68,7 @@ async def test_two_ranks_save_restore_and_end_a_call_that_one_of_them_failed(
     trainer: RemoteTrainer, path: Path, tmp_path: Path
 ) -> None:
     groups = scored_groups(4, shortest=2)
-    parameters = parameters_of(path)
+    parameters = sum(tensor.numel() for file in path.glob("*.safetensors") for tensor in load_file(file).values())
     await trainer.setup()
     assert await trainer.checkpoint_bytes() == 12 * parameters
     await trainer.attach("garbage", Garbage)

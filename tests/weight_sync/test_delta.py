@@ -27,6 +27,7 @@ from tests.trainer.ranks import run_on
 ROWS, ROW = 6, 10
 SHAPES = {"up": (ROWS, ROW), "gate": (ROWS, ROW), "down": (ROW, ROWS), "odd": (7,), "big": (301, 257), "decay": (3,)}
 KEPT_FLOAT32 = ("decay",)
+METAS = [TensorMeta(name, "float32" if name in KEPT_FLOAT32 else "bfloat16", shape) for name, shape in SHAPES.items()]
 
 
 class Model:
@@ -61,12 +62,6 @@ class Model:
 
     def state(self) -> list[Tensor]:
         return [self.fused, self.columns, self.down, *self.whole.values(), self.decay]
-
-
-def metas() -> list[TensorMeta]:
-    return [
-        TensorMeta(name, "float32" if name in KEPT_FLOAT32 else "bfloat16", shape) for name, shape in SHAPES.items()
-    ]
 
 
 class Engine:
@@ -107,7 +102,7 @@ class Trainer:
     def __init__(self, capacity: int = 10**9) -> None:
         torch.manual_seed(0)
         self.masters = {name: torch.randn(shape) * 0.02 for name, shape in SHAPES.items()}
-        self.buckets = plan_buckets(metas(), capacity=capacity)
+        self.buckets = plan_buckets(METAS, capacity=capacity)
         self.encoder = DeltaEncoder(self.masters, "bfloat16", on_host=False)
         self.changed = 0
 
@@ -143,15 +138,11 @@ def bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(torch.uint8)
 
 
-def change_first_and_last_row(tensor: Tensor) -> Tensor:
-    return tensor.clone().index_fill_(0, torch.tensor([0, tensor.shape[0] - 1]), 1.0)
-
-
 CHANGES = {
     "nothing": lambda name, tensor: tensor,
     "a few": lambda name, tensor: torch.where(torch.rand_like(tensor) < 0.02, tensor * 1.1, tensor),
     "all of one": lambda name, tensor: tensor * 2 if name == "big" else tensor,
-    "first and last rows": lambda name, tensor: change_first_and_last_row(tensor),
+    "first and last rows": lambda name, tensor: tensor.index_fill(0, torch.tensor([0, len(tensor) - 1]), 1.0),
     "signs of zero": lambda name, tensor: torch.zeros_like(tensor).copysign_(torch.randn_like(tensor)),
     "not a number": lambda name, tensor: torch.where(torch.rand_like(tensor) < 0.02, torch.nan, tensor),
 }

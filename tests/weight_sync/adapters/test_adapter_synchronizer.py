@@ -111,7 +111,7 @@ async def test_a_server_that_is_killed_in_mid_load_costs_nothing_but_the_retry(
     await synchronizer.sync(1)
 
     scheduler = next(
-        process for process in psutil.Process(info["pid"]).children(recursive=True) if "sched" in title(process)
+        each for each in psutil.Process(info["pid"]).children(recursive=True) if "sched" in " ".join(each.cmdline())
     )
     log = tmp_path / "engine_1.log"
     scheduler.suspend()  # the load does not return
@@ -137,10 +137,6 @@ async def test_a_server_that_is_killed_in_mid_load_costs_nothing_but_the_retry(
     for completions in sampled.values():
         assert {span.version for each in completions for span in each.spans} == {2}
         assert logprobs_differ(merged(model, 2), request(), completions) < ROUNDING
-
-
-def title(process: psutil.Process) -> str:
-    return " ".join(process.cmdline())
 
 
 def loads(log: Path) -> int:
