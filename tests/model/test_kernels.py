@@ -86,15 +86,11 @@ def outcome(
     return {"logprobs": logprobs.detach(), "entropies": entropies.detach(), **gradients}
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_qwen3(tmp_path_factory.mktemp("policy"))
-
-
 @pytest.mark.slow
-def test_compiled_equals_eager_for_batches_of_any_lengths(path: Path) -> None:
+def test_compiled_equals_eager_for_batches_of_any_lengths(tmp_path: Path) -> None:
     from torch._dynamo.utils import counters
 
+    path = save_qwen3(tmp_path)
     torch._dynamo.reset()
     counters.clear()  # of other tests
     graphs = []

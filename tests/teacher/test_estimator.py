@@ -98,11 +98,6 @@ def test_the_difference_of_a_token_is_clipped_and_counted() -> None:
     assert sums["teacher/clipped_fraction"].item() == (difference.abs() > 0.5).sum().item() > 0
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_qwen3(tmp_path_factory.mktemp("policy"))
-
-
 def taught(groups: Sequence[ScoredGroup], seed: int = 3) -> list[ScoredGroup]:
     """Return the groups with random log-probabilities of a teacher."""
     random = np.random.default_rng(seed)
@@ -111,7 +106,8 @@ def taught(groups: Sequence[ScoredGroup], seed: int = 3) -> list[ScoredGroup]:
     )
 
 
-def test_a_step_with_a_teacher_matches_transformers_and_a_pickled_one(path: Path) -> None:
+def test_a_step_with_a_teacher_matches_transformers_and_a_pickled_one(tmp_path: Path) -> None:
+    path = save_qwen3(tmp_path)
     groups = taught(sampled(path, scored_groups(6)))
     algorithm = AlgorithmConfig(prompts_per_step=6, group_size=4, aggregation=Aggregation.token_mean)
     scenario = Scenario(algorithm, pickle.loads(pickle.dumps(Packed(groups))), pieces=2)

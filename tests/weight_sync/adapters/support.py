@@ -1,6 +1,5 @@
 """Trainer ranks with the random adapters of tests/rollout/adapters.py."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,15 +38,9 @@ async def set_adapters(trainer: Any, seed: int, size: float = SIZE) -> None:
     await trainer.call("random", RandomAdapters.set, seed=seed, size=size)
 
 
-async def adapter_synchronizer(
-    trainer: Any, engines: Sequence[Any], *, one_machine: bool = True, tensor_parallel: int = 1, timeout_s: float = 60.0
-) -> AdapterSynchronizer:
+async def adapter_synchronizer(trainer: Any, engines: list[Any], *, one_machine: bool = True) -> AdapterSynchronizer:
     synchronizer = AdapterSynchronizer(
-        trainer,
-        dict(enumerate(engines)),
-        WeightSyncConfig(timeout_s=timeout_s),
-        tensor_parallel=tensor_parallel,
-        one_machine=one_machine,
+        trainer, dict(enumerate(engines)), WeightSyncConfig(timeout_s=60.0), tensor_parallel=1, one_machine=one_machine
     )
     await synchronizer.prepare()
     return synchronizer
