@@ -13,12 +13,6 @@ from app.utils.tasks import run_to_end, until_signal
 DEADLINE_S = 60.0
 
 
-async def raise_and_let_it_arrive(number: signal.Signals, arrived: asyncio.Event) -> None:
-    arrived.clear()
-    os.kill(os.getpid(), number)
-    await asyncio.wait_for(arrived.wait(), DEADLINE_S)
-
-
 def test_a_second_signal_is_answered_and_only_a_third_ends_the_cleanup() -> None:
     events: list[str] = []
 
@@ -28,7 +22,8 @@ def test_a_second_signal_is_answered_and_only_a_third_ends_the_cleanup() -> None
             await asyncio.sleep(DEADLINE_S)
         finally:
             events.append("cleanup began")
-            await raise_and_let_it_arrive(signal.SIGINT, second)
+            os.kill(os.getpid(), signal.SIGINT)
+            await asyncio.wait_for(second.wait(), DEADLINE_S)
             events.append("cleanup goes on")
             os.kill(os.getpid(), signal.SIGTERM)
             try:

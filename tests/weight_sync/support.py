@@ -211,9 +211,8 @@ class Proxy:
         self.seen.append(incoming.path)
 
         async def forward() -> web.Response:
-            headers = {
-                key: value for key, value in incoming.headers.items() if key in ("Authorization", "Content-Type")
-            }
+            kept = ("Authorization", "Content-Type")
+            headers = {key: value for key, value in incoming.headers.items() if key in kept}
             async with (
                 ClientSession(timeout=ClientTimeout(total=None)) as session,
                 session.request(incoming.method, self.target + incoming.path_qs, data=body, headers=headers) as reply,
