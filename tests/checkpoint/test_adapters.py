@@ -25,9 +25,6 @@ LORA = LoraConfig(rank=3, alpha=2.0)
 ALL = LoraConfig()
 
 
-# --- whose adapters
-
-
 def test_the_state_names_base_and_settings(path: Path) -> None:
     model = identity(path, LORA)
     assert model["lora"] == {name: value for name, value in asdict(LORA).items() if name != "path"}
@@ -63,9 +60,6 @@ def test_a_base_of_the_same_shapes_with_other_weights_is_refused(path: Path, tmp
         require_model(RunState(3, 3, model=identity(path, ALL)), identity(other, ALL), Path("step_3"))
     earlier = {name: value for name, value in identity(path, ALL).items() if name not in ("weights", "tokenizer")}
     require_model(RunState(3, 3, model=earlier), identity(other, ALL), Path("step_3"))
-
-
-# --- export
 
 
 @torch.no_grad()

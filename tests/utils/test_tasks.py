@@ -13,10 +13,11 @@ from app.utils.tasks import run_to_end, until_signal
 DEADLINE_S = 60.0
 
 
-def test_a_second_signal_is_answered_and_only_a_third_ends_the_cleanup() -> None:
+async def test_a_second_signal_is_answered_and_only_a_third_ends_the_cleanup() -> None:
     events: list[str] = []
+    second = asyncio.Event()
 
-    async def work(second: asyncio.Event) -> None:
+    async def work() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         try:
             await asyncio.sleep(DEADLINE_S)
@@ -32,17 +33,12 @@ def test_a_second_signal_is_answered_and_only_a_third_ends_the_cleanup() -> None
                 events.append("cancelled again")
                 raise
 
-    async def main() -> None:
-        second = asyncio.Event()
-
-        def answer() -> None:
-            events.append("answered")
-            second.set()
-
-        await until_signal(work(second), on_second=answer)
+    def answer() -> None:
+        events.append("answered")
+        second.set()
 
     with pytest.raises(Interrupted, match="interrupted by SIGTERM"):
-        asyncio.run(main())
+        await until_signal(work(), on_second=answer)
     assert events == ["cleanup began", "answered", "cleanup goes on", "cancelled again"]
 
 

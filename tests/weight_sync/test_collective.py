@@ -122,12 +122,9 @@ def test_a_late_abort_leaves_the_next_process_group_alone() -> None:
 
 @pytest.fixture(scope="module")
 def two_ranks(ray_session: None, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    async def with_doubles() -> Any:
-        made = await started(make_trainer(tiny_model, tmp_path_factory.mktemp("two_ranks"), ranks=2), weights=False)
-        await made.attach("doubles", Doubles)
-        return made
-
-    made = asyncio.run(with_doubles())
+    made = make_trainer(tiny_model, tmp_path_factory.mktemp("two_ranks"), ranks=2)
+    asyncio.run(started(made, weights=False))
+    asyncio.run(made.attach("doubles", Doubles))
     with killed(*made.ranks):
         yield made
 

@@ -95,10 +95,7 @@ async def failing(seconds: float, error: Exception) -> None:
 
 
 def wait(timeout_s: float, **work: Any) -> Any:
-    async def both() -> Any:
-        return await Deadline(5, timeout_s).gather("bucket 3 of 9", work)
-
-    return asyncio.run(both())
+    return asyncio.run(Deadline(5, timeout_s).gather("bucket 3 of 9", work))
 
 
 def test_a_missing_reply_is_named_when_the_deadline_passes() -> None:
