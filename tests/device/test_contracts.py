@@ -115,9 +115,7 @@ def test_the_other_copies_of_weights_are_refreshed_by_sglang(sglang: Package) ->
 
 
 @pytest.mark.parametrize("kind", list(DeviceKind))
-def test_sglang_knows_our_devices_and_reads_every_environment_variable_that_we_set(
-    sglang: Package, kind: DeviceKind
-) -> None:
+def test_sglang_knows_our_devices_and_reads_every_variable_that_we_set(sglang: Package, kind: DeviceKind) -> None:
     assert sglang.mentions(f'"{device_of(kind).torch_type}"', "sglang/srt")
     assert sglang.mentions(f'"{device_of(kind).lora_backend}"', "sglang/srt/lora/backend")
     ours = [name for name in device_of(kind).engine_env if name.startswith(("SGLANG_", "SGL_"))]
