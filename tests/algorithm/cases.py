@@ -92,9 +92,8 @@ def update(
 
     sequences = [sequence for case in microbatches for sequence in case]
     tokens = sum(map(len, sequences))
-    divisor = common_denominator(
-        denominators(config, tokens=tokens, sequences=len(sequences), max_completion_tokens=LIMIT)
-    )
+    counts = denominators(config, tokens=tokens, sequences=len(sequences), max_completion_tokens=LIMIT)
+    divisor = common_denominator(counts)
     return Update(
         loss=total / divisor,
         gradient=[value / divisor for value in gradient],

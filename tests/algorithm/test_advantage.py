@@ -7,12 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.algorithm.advantage import (
-    contributes_gradient,
-    overlong_punishment,
-    score,
-    shaped_rewards,
-)
+from app.algorithm.advantage import contributes_gradient, overlong_punishment, score, shaped_rewards
 from app.algorithm.filter import has_reward_variance
 from app.config.algorithm import AlgorithmConfig
 from app.errors import RunError

@@ -16,12 +16,7 @@ from . import reference_loss
 from .cases import LENGTHS, LIMIT, batch_of, random_case, update
 
 CORRECTIONS = [Correction.none, Correction.tis, Correction.icepop, Correction.kpop, Correction.sequence_mask]
-NARROW = AlgorithmConfig(
-    clip_low=0.2,
-    clip_high=0.28,
-    correction_low=0.7,
-    correction_high=1.3,
-)
+NARROW = AlgorithmConfig(clip_low=0.2, clip_high=0.28, correction_low=0.7, correction_high=1.3)
 GRPO = AlgorithmConfig()
 DAPO = AlgorithmConfig(clip_high=0.28, aggregation=Aggregation.token_mean)
 
@@ -67,9 +62,8 @@ def test_sequence_level_loss_gradient_and_metrics_equal_gspo(aggregation: Aggreg
     assert_matches_reference(random_case(0, LENGTHS * 2, spread=0.3), config, correction)
 
 
-@pytest.mark.parametrize("kind", [Kl.k2, Kl.k3])
-def test_each_kl_estimator_equals_its_formula(kind: Kl) -> None:
-    assert_matches_reference(random_case(3), replace(GRPO, kl=kind, kl_coefficient=0.5), Correction.none)
+def test_k2_equals_its_formula() -> None:
+    assert_matches_reference(random_case(3), replace(GRPO, kl=Kl.k2, kl_coefficient=0.5), Correction.none)
 
 
 def test_the_ratio_uses_rollout_logprobs_if_the_rollout_is_the_old_policy() -> None:

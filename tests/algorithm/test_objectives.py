@@ -38,11 +38,8 @@ def sapo(config: AlgorithmConfig, sequence: Tokens, t: int, ratio: float) -> Ter
     return 4 / tau * gate * sequence.advantage, 4 * gate * (1 - gate) * ratio * sequence.advantage
 
 
-FORMULAS: dict[str, Callable[[AlgorithmConfig, Tokens, int, float], TermAndSlope]] = {
-    "cispo": cispo,
-    "dppo": dppo,
-    "sapo": sapo,
-}
+Formula = Callable[[AlgorithmConfig, Tokens, int, float], TermAndSlope]
+FORMULAS: dict[str, Formula] = {"cispo": cispo, "dppo": dppo, "sapo": sapo}
 
 
 def expected(case: Case, config: AlgorithmConfig) -> tuple[float, list[float]]:
@@ -152,10 +149,7 @@ def test_a_function_that_cannot_be_used_is_refused(setting: str, name: str, own:
         ({"objective": "ppo2"}, "algorithm.objective"),
         ({"advantage": "gae"}, "algorithm.advantage"),
         ({"objective": "dppo"}, "algorithm.objective"),
-        (
-            {"objective": "dppo", "old_policy": OldPolicy.rollout, "ratio": RatioLevel.sequence},
-            "algorithm.objective",
-        ),
+        ({"objective": "dppo", "old_policy": OldPolicy.rollout, "ratio": RatioLevel.sequence}, "algorithm.objective"),
         ({"advantage": "maxrl", "overlong_buffer_fraction": 0.2}, "algorithm.overlong_buffer_fraction"),
     ],
 )

@@ -84,12 +84,7 @@ def run_resumed(
 
 
 def on_two_ranks(
-    mesh: DeviceMesh,
-    path: Path,
-    groups: Sequence[ScoredGroup],
-    one: Path,
-    two: Path,
-    lora: LoraConfig = ALL_WEIGHTS,
+    mesh: DeviceMesh, path: Path, groups: Sequence[ScoredGroup], one: Path, two: Path, lora: LoraConfig = ALL_WEIGHTS
 ) -> dict[str, RunResult]:
     """Run all scenarios of two ranks. One rank wrote the checkpoint `one`; `two` is written here."""
     return {

@@ -25,9 +25,6 @@ LORA = LoraConfig(rank=3, alpha=2.0)
 ALL = LoraConfig()
 
 
-# --- whose adapters
-
-
 def test_the_state_names_base_and_settings(path: Path) -> None:
     model = identity(path, LORA)
     assert model["lora"] == {name: value for name, value in asdict(LORA).items() if name != "path"}
@@ -65,9 +62,6 @@ def test_a_base_of_the_same_shapes_with_other_weights_is_refused(path: Path, tmp
     require_model(RunState(3, 3, model=earlier), identity(other, ALL), Path("step_3"))
 
 
-# --- export
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("save", [save_qwen3, save_qwen35])
 def test_the_merged_export_and_peft_with_the_adapter_have_the_log_probabilities_of_the_trainer(
@@ -95,6 +89,8 @@ def test_the_merged_export_and_peft_with_the_adapter_have_the_log_probabilities_
     ]
     stored = load_file(out / "adapter" / "adapter_model.safetensors")
     assert {tensor.dtype for tensor in stored.values()} == {torch.float32}
+    written = json.loads((out / "adapter" / "adapter_config.json").read_text())
+    assert written["base_model_name_or_path"] == str(source)
     loaded_names = {name for name in adapted.state_dict() if "lora_" in name}
     assert {name.replace(".default", "") for name in loaded_names} == stored.keys()
 

@@ -117,9 +117,6 @@ def test_a_lack_of_disk_space_is_detected_before_anything_is_written(
         CheckpointManager(tmp_path, keep=2, keep_best=True).prepare(2**40)
 
 
-# --- kill -9
-
-
 def killed_while_saving(path: Path, folder: Path, after: int) -> int:
     """Kill a process in the middle of a save, after some saves. Returns the last step it printed as committed."""
     command = [sys.executable, "-m", "tests.checkpoint.saves", str(path), str(folder)]

@@ -12,11 +12,7 @@ import pytest
 import ray
 from ray.util.placement_group import remove_placement_group
 
-from app.cluster.actors import (
-    EngineFactory,
-    engine_threads,
-    make_trainer,
-)
+from app.cluster.actors import EngineFactory, engine_threads, make_trainer
 from app.cluster.placement_group import reserve
 from app.config.device import DeviceKind
 from app.device import device_of
@@ -40,13 +36,9 @@ def test_engines_and_their_replacements_sample_different_noise(factory: EngineFa
 def seed_of_next(factory: EngineFactory, index: int) -> object:
     """The seed of the next engine at this index, whose host ends again: its device is for one at a time."""
     host = factory(index).actor
-    seed = ray.get(host.__ray_call__.remote(_seed), timeout=120)
+    seed = ray.get(host.__ray_call__.remote(lambda host: host.spec.server.flags["random-seed"]), timeout=120)
     ray.kill(host)
     return seed
-
-
-def _seed(host: Any) -> object:
-    return host.spec.server.flags["random-seed"]
 
 
 def test_a_rank_sets_its_variables_before_torch_is_imported(

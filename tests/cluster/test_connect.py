@@ -16,17 +16,14 @@ def address_of(silent: socket.socket) -> str:
     return f"127.0.0.1:{silent.getsockname()[1]}"
 
 
-def test_a_signal_can_end_the_wait_for_a_head() -> None:
-    async def interrupted(address: str) -> None:
-        config = composed(f"cluster.address={address}", "cluster.timeout_s=3600")
+async def test_a_signal_can_end_the_wait_for_a_head() -> None:
+    with reserve_port("127.0.0.1") as silent:
+        config = composed(f"cluster.address={address_of(silent)}", "cluster.timeout_s=3600")
         waiting = asyncio.create_task(connect(config, device_of(config.device.kind)))
         await asyncio.sleep(0.1)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await waiting
-
-    with reserve_port("127.0.0.1") as silent:
-        asyncio.run(asyncio.wait_for(interrupted(address_of(silent)), 60))
+            await asyncio.wait_for(waiting, 60)
 
 
 def test_a_head_that_accepts_no_connection_is_named_after_the_deadline() -> None:

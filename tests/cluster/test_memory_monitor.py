@@ -15,7 +15,7 @@ from tests.simulation import SimEngine, SimTrainer
 class TrainerWithPeaks(SimTrainer):
     """Two ranks with the given device peaks, one pair per `memory` call."""
 
-    peaks: list[tuple[int | None, int | None]]
+    peaks: list[tuple[int, int]]
 
     async def memory(self) -> list[MemoryUse]:
         return [MemoryUse(5 * MIB, 0.5, peak) for peak in self.peaks.pop(0)]
@@ -35,26 +35,17 @@ def fail(text: str) -> None:
     raise AssertionError(f"warned: {text}")
 
 
-def metrics_of_a_step(*peaks: tuple[int | None, int | None]) -> dict[str, float]:
+async def test_peaks_are_those_of_the_fullest_device_in_each_phase() -> None:
     trainer = TrainerWithPeaks()
-    trainer.peaks = list(peaks)
-
-    async def step() -> dict[str, float]:
-        monitor = MemoryMonitor(trainer, EnginePool([engine()]), fail)
-        await monitor.record_peaks("generate")
-        await monitor.record_peaks("train")
-        metrics = await monitor.sample()
-        assert "memory/trainer_device_peak_train_mib" not in await monitor.sample()  # of the next step
-        return metrics
-
-    return asyncio.run(step())
-
-
-def test_peaks_are_those_of_the_fullest_device_in_each_phase() -> None:
-    metrics = metrics_of_a_step((3 * MIB, 7 * MIB), (20 * MIB, 10 * MIB), (0, 0), (0, 0))
+    trainer.peaks = [(3 * MIB, 7 * MIB), (20 * MIB, 10 * MIB), (0, 0), (0, 0)]
+    monitor = MemoryMonitor(trainer, EnginePool([engine()]), fail)
+    await monitor.record_peaks("generate")
+    await monitor.record_peaks("train")
+    metrics = await monitor.sample()
     assert metrics["memory/trainer_device_peak_generate_mib"] == 7
     assert metrics["memory/trainer_device_peak_train_mib"] == 20
     assert metrics["memory/trainer_rss_mib"] == 5
+    assert "memory/trainer_device_peak_train_mib" not in await monitor.sample()  # of the next step
 
 
 def test_an_engine_keeps_its_name_while_another_one_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:

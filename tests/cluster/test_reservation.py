@@ -17,10 +17,6 @@ CONFIG = composed("placement=colocate")
 DEVICE = device_of(CONFIG.device.kind)
 
 
-def with_deadline(timeout_s: float) -> None:
-    CONFIG.cluster.timeout_s = timeout_s
-
-
 @pytest.fixture
 def occupied(ray_session: None) -> Iterator[PlacementGroup]:
     """A placement group that holds all CPUs."""
@@ -31,21 +27,17 @@ def occupied(ray_session: None) -> Iterator[PlacementGroup]:
     remove_placement_group(group)
 
 
-def test_devices_that_are_freed_end_the_wait(occupied: PlacementGroup) -> None:
-    with_deadline(60.0)
-
-    async def freed_while_waiting() -> PlacementGroup:
-        reserving = asyncio.create_task(reserve(CONFIG, DEVICE))
-        await asyncio.sleep(0.5)
-        assert not reserving.done()
-        remove_placement_group(occupied)
-        return (await reserving).group
-
-    remove_placement_group(asyncio.run(freed_while_waiting()))
+async def test_devices_that_are_freed_end_the_wait(occupied: PlacementGroup) -> None:
+    CONFIG.cluster.timeout_s = 60.0
+    reserving = asyncio.create_task(reserve(CONFIG, DEVICE))
+    await asyncio.sleep(0.5)
+    assert not reserving.done()
+    remove_placement_group(occupied)
+    remove_placement_group((await reserving).group)
 
 
 def test_the_error_counts_the_devices_that_are_missing(occupied: PlacementGroup) -> None:
-    with_deadline(0.5)
+    CONFIG.cluster.timeout_s = 0.5
     total = ray.cluster_resources()["CPU"]
     with pytest.raises(RunError) as raised:
         asyncio.run(reserve(CONFIG, DEVICE))

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -27,12 +26,8 @@ SETTINGS = [
     "trainer.timeout_s=40",
 ]
 LOST = r"its node has died: .*missing too many heartbeats \(on 10\.77\.0\.2\)"  # the end of an error's line
-RUN_PARTS = (
-    "EngineHost",
-    "TrainerRank",
-    "app.rollout.engine.launcher",
-    "sglang::",
-)  # processes of a run on a worker node
+# Processes of a run on a worker node.
+RUN_PARTS = ("EngineHost", "TrainerRank", "app.rollout.engine.launcher", "sglang::")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -88,14 +83,10 @@ def steps(run: Run) -> list[int]:
     return [line["step"] for line in run.metrics() if "time/step" in line]
 
 
-def _empty(host: Host) -> bool:
-    return not parts_on(host)
-
-
 def assert_ended(*hosts: Host) -> None:
     """Within a minute no process of the run is left on these hosts, also where nobody could reach it."""
     for host in hosts:
-        until(partial(_empty, host), 60)
+        until(lambda host=host: not parts_on(host), 60)  # type: ignore[misc]
 
 
 def test_an_engine_of_a_lost_host_is_replaced_when_a_host_joins(tmp_path: Path, run_on: Callable[..., Run]) -> None:

@@ -192,16 +192,8 @@ def why_not() -> str | None:
 
 
 def _start_node(host: Host, cpus: int, *role: str) -> None:
-    host.run(
-        RAY,
-        "start",
-        *role,
-        f"--node-ip-address={host.address}",
-        f"--num-cpus={cpus}",
-        f"--object-store-memory={OBJECT_STORE_BYTES}",
-        "--disable-usage-stats",
-        environment=QUICK_DETECTION,
-    )
+    own = (f"--node-ip-address={host.address}", f"--num-cpus={cpus}", f"--object-store-memory={OBJECT_STORE_BYTES}")
+    host.run(RAY, "start", *role, *own, "--disable-usage-stats", environment=QUICK_DETECTION)
 
 
 def _ip(*arguments: str) -> str:

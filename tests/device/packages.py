@@ -4,6 +4,7 @@ import ast
 import importlib.util
 import subprocess
 import sys
+import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -55,15 +56,14 @@ def installed(module: str) -> Package:
 
 
 @cache
-def wheel(requirement: str, folder: Path) -> Package:
-    """A wheel, downloaded with pip and read as an archive."""
-    destination = folder / requirement.replace("==", "-")
+def wheel(requirement: str) -> Package:
+    """A wheel, downloaded with pip and read as an archive, which stays open when its folder goes."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--quiet"]
-    result = subprocess.run([*command, "--dest", str(destination), requirement], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-
-    (file,) = destination.glob("*.whl")
-    archive = zipfile.ZipFile(file)
+    with tempfile.TemporaryDirectory() as folder:
+        result = subprocess.run([*command, "--dest", folder, requirement], capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr
+        (file,) = Path(folder).glob("*.whl")
+        archive = zipfile.ZipFile(file)
     return Package(requirement, tuple(archive.namelist()), lambda name: archive.read(name).decode())
 
 

@@ -141,26 +141,17 @@ def test_the_installed_package_is_as_claimed(claim: Claim) -> None:
         pytest.skip(f"{claim.package} is not installed: the slow test reads its wheel")
     if present not in claim.read_in:
         pytest.skip(f"{claim.package} {present} is none of {claim.read_in}")
-    claim.check(installed_text(claim, present))
-
-
-def installed_text(claim: Claim, present: str) -> str:
     assert claim.source is not None
-    path = claim.source.format(version=present)
     module = canonicalize_name(claim.package).replace("-", "_")
-    return installed({"hydra_core": "hydra"}.get(module, module)).read(path)
-
-
-@pytest.fixture(scope="session")
-def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("wheels")
+    package = installed({"hydra_core": "hydra"}.get(module, module))
+    claim.check(package.read(claim.source.format(version=present)))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)  # torch has half a gigabyte
 @pytest.mark.parametrize(("package", "read_in"), sorted({(each.package, one) for each in READ for one in each.read_in}))
-def test_the_wheels_are_as_claimed(package: str, read_in: str, wheels: Path) -> None:
-    contents = wheel(f"{package}=={read_in}", wheels)
+def test_the_wheels_are_as_claimed(package: str, read_in: str) -> None:
+    contents = wheel(f"{package}=={read_in}")
     for claim in READ:
         if claim.package == package and read_in in claim.read_in:
             assert claim.source is not None

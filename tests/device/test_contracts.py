@@ -6,7 +6,6 @@ Quick: the installed SGLang and Ray. Slow: wheels of the other versions, downloa
 
 import ast
 import re
-from pathlib import Path
 
 import pytest
 
@@ -17,7 +16,7 @@ from app.model.policy import FLOAT32_PARAMETERS
 from app.rollout.engine.server_args import engine_flags
 from app.rollout.engine.sglang_plugin.patches import LOADED, TRANSPOSED
 from tests.compose import composed
-from tests.device.packages import Package, installed, metadata, wheel
+from tests.device.packages import ROOT, Package, installed, metadata, wheel
 
 OLDEST, NEWEST = "sglang==0.5.22", "sglang==0.5.23"
 PRESETS = (
@@ -26,19 +25,13 @@ PRESETS = (
     "device=npu model=qwen35_9b placement=fully_async",
     "device=cuda model=qwen3_4b_lora",
 )
-ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="session")
-def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("wheels")
 
 
 @pytest.fixture(
     params=["installed", pytest.param(OLDEST, marks=pytest.mark.slow), pytest.param(NEWEST, marks=pytest.mark.slow)]
 )
-def sglang(request: pytest.FixtureRequest, wheels: Path) -> Package:
-    return installed("sglang") if request.param == "installed" else wheel(request.param, wheels)
+def sglang(request: pytest.FixtureRequest) -> Package:
+    return installed("sglang") if request.param == "installed" else wheel(request.param)
 
 
 def test_every_server_flag_exists(sglang: Package) -> None:
@@ -122,13 +115,9 @@ def test_the_other_copies_of_weights_are_refreshed_by_sglang(sglang: Package) ->
 
 
 @pytest.mark.parametrize("kind", list(DeviceKind))
-def test_sglang_knows_our_devices(sglang: Package, kind: DeviceKind) -> None:
+def test_sglang_knows_our_devices_and_reads_every_variable_that_we_set(sglang: Package, kind: DeviceKind) -> None:
     assert sglang.mentions(f'"{device_of(kind).torch_type}"', "sglang/srt")
     assert sglang.mentions(f'"{device_of(kind).lora_backend}"', "sglang/srt/lora/backend")
-
-
-@pytest.mark.parametrize("kind", list(DeviceKind))
-def test_sglang_reads_every_environment_variable_that_we_set(sglang: Package, kind: DeviceKind) -> None:
     ours = [name for name in device_of(kind).engine_env if name.startswith(("SGLANG_", "SGL_"))]
     assert [name for name in ours if not sglang.mentions(name, "sglang/srt")] == []
 
@@ -183,8 +172,8 @@ def assigned(package: Package, folder: str, name: str) -> list[object]:
         pytest.param("ray==2.60.0", marks=pytest.mark.slow),
     ],
 )
-def test_ray_has_the_calls_the_resource_name_and_the_variables_that_we_use(requirement: str, wheels: Path) -> None:
-    ray = installed("ray") if requirement == "installed" else wheel(requirement, wheels)
+def test_ray_has_the_calls_the_resource_name_and_the_variables_that_we_use(requirement: str) -> None:
+    ray = installed("ray") if requirement == "installed" else wheel(requirement)
     npu = device_of(DeviceKind.npu)
     accelerator = ray.read("ray/_private/accelerators/npu.py")
     for text in (f'return "{npu.resource}"', f'"{npu.visibility}"', *(f'"{name}"' for name in npu.machine_env)):
@@ -196,11 +185,11 @@ def test_ray_has_the_calls_the_resource_name_and_the_variables_that_we_use(requi
 
 
 @pytest.mark.slow
-def test_torch_npu_is_built_for_the_torch_of_the_requirements(wheels: Path) -> None:
+def test_torch_npu_is_built_for_the_torch_of_the_requirements() -> None:
     pins = (ROOT / "launch" / "requirements" / "npu.txt").read_text().splitlines()
     (plugin,) = [line for line in pins if line.startswith("torch_npu==")]
     (torch,) = [line for line in pins if line.startswith("torch==")]
-    package = wheel(plugin, wheels)
+    package = wheel(plugin)
     # On x86-64 it requires the CPU build, for which Dockerfile.npu sets an index.
     assert re.search(rf"^Requires-Dist: torch ?==?=?{torch.split('==')[1]}(\+cpu)?$", metadata(package), re.M)
     npu = device_of(DeviceKind.npu)
@@ -211,8 +200,8 @@ def test_torch_npu_is_built_for_the_torch_of_the_requirements(wheels: Path) -> N
 
 
 @pytest.mark.slow
-def test_torch_memory_saver_has_the_calls_that_engines_make(wheels: Path) -> None:
-    saver = wheel("torch_memory_saver==0.0.10", wheels)
+def test_torch_memory_saver_has_the_calls_that_engines_make() -> None:
+    saver = wheel("torch_memory_saver==0.0.10")
     for name in ("region", "pause", "resume", "cuda_graph", "disable", "configure_subprocess"):
         assert saver.mentions(f"def {name}", "torch_memory_saver/"), name
     assert saver.mentions("hook_mode", "torch_memory_saver/")

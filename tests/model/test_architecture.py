@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from math import prod
 from pathlib import Path
 
@@ -112,6 +113,9 @@ def test_the_adapters_of_a_model_are_counted(save: Callable[[Path], Path], targe
     assert trained_parameters(shapes, LoraConfig()) == shapes.parameters
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}
+
+
 @pytest.mark.parametrize(
     ("fields", "context"),
     [
@@ -119,13 +123,7 @@ def test_the_adapters_of_a_model_are_counted(save: Callable[[Path], Path], targe
         ({"text_config": {"max_position_embeddings": 300}, "max_position_embeddings": 7}, 300),
         ({"max_position_embeddings": 2048, "rope_scaling": {"rope_type": "linear", "factor": 4.0}}, 8192),
         ({"max_position_embeddings": 131_072, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, 131_072),
-        (
-            {
-                "max_position_embeddings": 40_960,
-                "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768},
-            },
-            40_960,
-        ),
+        ({"max_position_embeddings": 40_960, "rope_parameters": YARN}, 40_960),
         ({"hidden_size": 32}, None),
     ],
 )
@@ -134,16 +132,13 @@ def test_the_context_is_the_one_that_sglang_derives(fields: dict[str, object], c
 
 
 def test_lengths_beyond_the_context_are_refused_with_both_numbers() -> None:
-    fields = {"max_position_embeddings": 2048}
-    require_context(RolloutConfig(max_prompt_tokens=1024, max_completion_tokens=1024), fields, "m")
-    require_context(RolloutConfig(max_prompt_tokens=1024, max_completion_tokens=9999), {}, "m")
+    fields, after_1024 = {"max_position_embeddings": 2048}, partial(RolloutConfig, max_prompt_tokens=1024)
+    require_context(after_1024(max_completion_tokens=1024), fields, "m")
+    require_context(after_1024(max_completion_tokens=9999), {}, "m")
     for name in ("context-length", "context-len"):
-        flag = {name: 4096}
-        require_context(
-            RolloutConfig(max_prompt_tokens=1024, max_completion_tokens=3072, engine_args=flag), fields, "m"
-        )
+        require_context(after_1024(max_completion_tokens=3072, engine_args={name: 4096}), fields, "m")
 
     with refused("rollout.max_completion_tokens", 1025, "at most 1024"):
-        require_context(RolloutConfig(max_prompt_tokens=1024, max_completion_tokens=1025), fields, "m")
+        require_context(after_1024(max_completion_tokens=1025), fields, "m")
     with refused("rollout.max_prompt_tokens", 2048, "less than 2048"):
         require_context(RolloutConfig(max_prompt_tokens=2048, max_completion_tokens=1), fields, "m")

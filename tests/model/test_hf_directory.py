@@ -21,19 +21,12 @@ NEW = "b" * 40
 
 
 def test_an_incomplete_directory_is_refused_before_an_engine_starts(tmp_path: Path) -> None:
-    def broken(name: str, content: str | None) -> Path:
-        path = save_qwen3(tmp_path / str(len(list(tmp_path.iterdir()))))
+    for number, name in enumerate(("config.json", "tokenizer.json", "model.safetensors", "config.json")):
+        path = save_qwen3(tmp_path / str(number))
         assert locate(ModelConfig(path=str(path))) == path
-        (path / name).unlink() if content is None else (path / name).write_text(content)
-        return path
-
-    for name, content in (
-        ("config.json", None),
-        ("tokenizer.json", None),
-        ("model.safetensors", None),
-        ("config.json", "{}"),  # names no class
-    ):
-        path = broken(name, content)
+        (path / name).unlink()
+        if number == 3:
+            (path / name).write_text("{}")  # names no class
         with refused("model.path", path):
             locate(ModelConfig(path=str(path)))
     assert "architectures" in problems_of("model=hf", f"model.path={path}", "data=arithmetic")["model"]

@@ -14,7 +14,7 @@ from app.model.hf_directory import load_tokenizer
 from app.model.hf_export import export
 from app.model.load import load
 from app.model.policy import PolicyModel, named_checkpoint_tensors
-from tests.model.support import batch, save_qwen3, save_qwen35
+from tests.model.support import batch, save_qwen3
 
 
 def trained(path: Path) -> PolicyModel:
@@ -78,23 +78,3 @@ def test_an_unknown_tensor_is_rejected(tmp_path: Path) -> None:
     source = save_qwen3(tmp_path / "source")
     with pytest.raises(RunError, match="no tensor named model\\.extra"):
         export(source, [("model.extra", torch.zeros(1))], tmp_path / "out", None)
-
-
-def test_qwen35_keeps_the_hub_names_and_the_tensors_of_the_hub_model_only(tmp_path: Path) -> None:
-    source = save_qwen35(tmp_path / "source")
-    policy = trained(source)
-    names = list(state(policy))
-    assert "model.language_model.layers.0.linear_attn.A_log" in names
-    assert "lm_head.weight" in names
-    export(source, state(policy).items(), tmp_path / "out")
-    before, after = (load_file(tmp_path / folder / "model.safetensors") for folder in ("source", "out"))
-    assert before.keys() == after.keys()
-    for name in before:
-        assert torch.equal(before[name], after[name]) is (name not in names), name
-    again = load(tmp_path / "out", mesh=None, device="cpu")
-    inputs = batch(101).inputs
-    assert torch.equal(again(**inputs, temperature=1.0)[0], policy(**inputs, temperature=1.0)[0])
-    whole = transformers().AutoModelForImageTextToText.from_pretrained(tmp_path / "out")
-    assert torch.equal(
-        whole.state_dict()["model.language_model.norm.weight"], after["model.language_model.norm.weight"]
-    )

@@ -1,9 +1,9 @@
 """A compiled policy computes what the eager one does, with few graphs; a device's kernels follow `trainer.compile`."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pytest
@@ -86,15 +86,11 @@ def outcome(
     return {"logprobs": logprobs.detach(), "entropies": entropies.detach(), **gradients}
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_qwen3(tmp_path_factory.mktemp("policy"))
-
-
 @pytest.mark.slow
-def test_compiled_equals_eager_for_batches_of_any_lengths(path: Path) -> None:
+def test_compiled_equals_eager_for_batches_of_any_lengths(tmp_path: Path) -> None:
     from torch._dynamo.utils import counters
 
+    path = save_qwen3(tmp_path)
     torch._dynamo.reset()
     counters.clear()  # of other tests
     graphs = []
@@ -118,28 +114,20 @@ def _after_passes_without_gradient(mesh: DeviceMesh, path: Path) -> list[dict[st
     for kernels in (EAGER, COMPILED):
         policy = load(path, mesh=mesh, device="cpu", kernels=kernels, **options)
         reference = load(path, mesh=mesh, device="cpu", kernels=kernels, **options).requires_grad_(False)
-
-        failures: list[BaseException] = []
-        thread = Thread(target=_two_steps, args=(policy, reference, failures))
-        thread.start()
-        thread.join()
-        if failures:
-            raise failures[0]
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(_two_steps, policy, reference).result()
         found.append({name: full(parameter.grad) for name, parameter in policy.named_parameters()})
     return found
 
 
-def _two_steps(policy: PolicyModel, reference: PolicyModel, failures: list[BaseException]) -> None:
-    try:
-        for lengths in ((5, 17, 3), (16, 9, 40, 2)):
-            packed = batch(101, lengths)
-            with torch.no_grad():
-                reference(**packed.inputs, temperature=0.7)
-                policy(**packed.inputs, temperature=0.7)
-            logprobs, _ = policy(**packed.inputs, temperature=0.7)
-            (logprobs * weights(packed)).sum().backward()
-    except BaseException as error:
-        failures.append(error)
+def _two_steps(policy: PolicyModel, reference: PolicyModel) -> None:
+    for lengths in ((5, 17, 3), (16, 9, 40, 2)):
+        packed = batch(101, lengths)
+        with torch.no_grad():
+            reference(**packed.inputs, temperature=0.7)
+            policy(**packed.inputs, temperature=0.7)
+        logprobs, _ = policy(**packed.inputs, temperature=0.7)
+        (logprobs * weights(packed)).sum().backward()
 
 
 @pytest.mark.slow

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -88,18 +87,6 @@ def test_kernels_get_the_packed_tokens_and_give_the_gradients_of_each_sequence_a
         assert relative(parameter.grad, theirs[name].grad) < 2e-4, name  # theirs are of a chunked rule in float32
 
 
-class Wrong(torch.autograd.Function):
-    """The identity, whose gradient is that of twice its input."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        return tensor.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return 2 * gradients[0]
-
-
 def refuse(*_: Tensor) -> Tensor:
     raise RuntimeError("ub overflow, requires 2099200 bits while 1572864 bits available")
 
@@ -116,7 +103,9 @@ def not_a_number(*inputs: Tensor) -> Tensor:
 
 
 def wrong_gradient(*inputs: Tensor) -> Tensor:
-    return Wrong.apply(linear_double.delta_rule(*inputs))
+    out = linear_double.delta_rule(*inputs)
+    out.register_hook(lambda gradient: 2 * gradient)
+    return out
 
 
 @pytest.mark.parametrize(

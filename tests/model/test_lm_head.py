@@ -76,13 +76,11 @@ def added() -> Iterator[list[int]]:
     """A double of CUDA's product that is added to a float32 sum. Yields the rows of each."""
     rows = []
 
-    def addmm(
-        total: Tensor, left: Tensor, right: Tensor, dtype: torch.dtype, *, beta: float = 1, out: Tensor
-    ) -> Tensor:
+    def addmm(total: Tensor, one: Tensor, two: Tensor, dtype: torch.dtype, *, beta: float = 1, out: Tensor) -> Tensor:
         assert out is total
         assert dtype == total.dtype == torch.float32
         rows.append(len(total))
-        product = left.double() @ right.double()
+        product = one.double() @ two.double()
         return out.copy_(product + beta * total if beta else product)
 
     adds_products.cache_clear()

@@ -17,10 +17,7 @@ from tests.trainer.ranks import run_on
 from tests.trainer.support import full
 
 KINDS = tuple(SAVE)
-OPTIONS: list[dict[str, Any]] = [
-    {},
-    {"compute_dtype": torch.bfloat16, "activation_checkpointing": Checkpointing.all},
-]
+OPTIONS: list[dict[str, Any]] = [{}, {"compute_dtype": torch.bfloat16, "activation_checkpointing": Checkpointing.all}]
 Result = dict[str, Any]
 Runs = list[list[Result]]  # by options, by model
 
@@ -37,20 +34,20 @@ def all_played(two_ranks: DeviceMesh, paths: list[Path]) -> dict[int, Runs]:
 def played(path: Path, mesh: Any, options: dict[str, Any]) -> Result:
     """Each rank computes the whole batch: FSDP2 averages gradients over ranks, so they equal those of one rank."""
     policy = load(path, mesh=mesh, device="cpu", **options)
-    compute: dict[str, str] = {}
-    mlp: Any = policy.layers[0].mlp
-    mlp.register_forward_pre_hook(lambda *_: compute.update(dtypes_of(policy.layers[0])))
+    compute: dict[str, str] = {}  # dtypes of a layer's parameters during its forward pass
+    layer: Any = policy.layers[0]
+    layer.mlp.register_forward_pre_hook(
+        lambda *_: compute.update((name, str(each.dtype)) for name, each in layer.named_parameters())
+    )
     packed = batch(101)
     logprobs, entropies = policy(**packed.inputs, temperature=0.7, chunk_tokens=7)
     (logprobs * weights(packed)).sum().backward()
 
     tensors: dict[str, Tensor] = {}
     gradients: dict[str, Tensor] = {}
-    local_rows: dict[str, int] = {}
     for name, parameter in named_checkpoint_tensors(policy):
         # One rank has nothing to shard, unless it computes in another dtype.
         assert isinstance(parameter, DTensor) == (mesh.size() > 1 or "compute_dtype" in options)
-        local_rows[name] = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).shape[0]
         tensors[name] = full(parameter)
         gradients[name] = full(parameter.grad)
 
@@ -59,14 +56,8 @@ def played(path: Path, mesh: Any, options: dict[str, Any]) -> Result:
         "entropies": entropies,
         "tensors": tensors,
         "gradients": gradients,
-        "local_rows": local_rows,
         "compute": compute,
     }
-
-
-def dtypes_of(layer: torch.nn.Module) -> dict[str, str]:
-    """Dtypes of a layer's parameters during its forward pass."""
-    return {name: str(parameter.dtype) for name, parameter in layer.named_parameters()}
 
 
 @pytest.fixture(scope="module")
@@ -85,18 +76,12 @@ def runs(request: pytest.FixtureRequest, all_runs: dict[int, Runs]) -> Runs:
     return all_runs[request.param]
 
 
-@pytest.fixture
-def results(runs: Runs) -> list[Result]:
-    """Float32 results by kind of model."""
-    return runs[0]
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_logprobs_and_gradients_of_shards_equal_those_of_a_plain_module(
-    kind: str, paths: list[Path], results: list[Result]
+    kind: str, paths: list[Path], runs: Runs
 ) -> None:
-    path, ours = paths[KINDS.index(kind)], results[KINDS.index(kind)]
-    policy = load(path, mesh=None, device="cpu")
+    ours = runs[0][KINDS.index(kind)]
+    policy = load(paths[KINDS.index(kind)], mesh=None, device="cpu")
     packed = batch(101)
     logprobs, entropies = policy(**packed.inputs, temperature=0.7)
     (logprobs * weights(packed)).sum().backward()
@@ -108,13 +93,6 @@ def test_logprobs_and_gradients_of_shards_equal_those_of_a_plain_module(
         assert torch.equal(ours["tensors"][name], parameter.detach()), name
         assert parameter.grad is not None
         assert relative(ours["gradients"][name], parameter.grad) < 1e-5, name
-
-
-def test_a_tied_head_is_one_parameter_and_each_rank_holds_its_rows(results: list[Result]) -> None:
-    tied, untied, _ = results
-    assert "lm_head.weight" not in tied["tensors"]
-    assert "lm_head.weight" in untied["tensors"]
-    assert untied["local_rows"]["lm_head.weight"] in (101, 51)  # of 101: all, or the larger half
 
 
 @pytest.mark.parametrize("kind", KINDS)

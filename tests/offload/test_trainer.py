@@ -27,6 +27,7 @@ from tests.trainer.support import Scenario, full, make_step, parameters, sampled
 from tests.trainer.test_step import GRPO
 from tests.weight_sync.support import make_synchronizer, make_trainer, started
 
+pytestmark = pytest.mark.usefixtures("one_thread")  # small trainers compute faster on one
 ALL = list(TrainerMemory)
 WITH_REFERENCE = replace(GRPO, kl=Kl.k3, kl_coefficient=0.1)
 
@@ -86,7 +87,7 @@ def _all_storages(rank: FakeRank) -> list[torch.UntypedStorage]:
     ]
 
 
-def on_ranks(mesh: DeviceMesh, path: Path, groups: Sequence[ScoredGroup]) -> dict[bool, dict[str, Any]]:
+def on_ranks(mesh: DeviceMesh | None, path: Path, groups: Sequence[ScoredGroup]) -> dict[bool, dict[str, Any]]:
     return {offload: two_steps(mesh, path, groups, offload=offload) for offload in (False, True)}
 
 
@@ -94,12 +95,8 @@ def on_ranks(mesh: DeviceMesh, path: Path, groups: Sequence[ScoredGroup]) -> dic
 def test_training_is_the_same_to_the_last_bit(
     ranks: int, path: Path, groups: list[ScoredGroup], tmp_path: Path
 ) -> None:
-    if ranks:
-        results = run_on(ranks, on_ranks, tmp_path / "results.pt", path, groups)
-    else:
-        results = {offload: two_steps(None, path, groups, offload=offload) for offload in (False, True)}
-    still = results[False]
-    moved = results[True]
+    results = run_on(ranks, on_ranks, tmp_path / "out.pt", path, groups) if ranks else on_ranks(None, path, groups)
+    still, moved = results[False], results[True]
     assert moved["losses"] == still["losses"]
     for name, parameter in still["parameters"].items():
         assert torch.equal(moved["parameters"][name], parameter), name
@@ -171,7 +168,6 @@ async def test_calls_that_need_offloaded_memory_raise_and_name_it(
     ray_session: None, engine: Any, tiny_model: Path, tmp_path: Path
 ) -> None:
     """On real ranks: a second offload, a step, a sync and a restore while the parameters are offloaded."""
-
     trainer = await started(make_trainer(tiny_model, tmp_path))
     await trainer.attach(OFFLOAD, partial(Offload, moves=True))
     push = await make_synchronizer("ipc", trainer, [engine], tmp_path)

@@ -6,6 +6,7 @@ The trainer is the real split step over a small random Qwen3; completions, their
 import asyncio
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,15 +40,8 @@ from tests.simulation import RIGHT, WRONG, SimEngine, World, config, play
 
 STEPS = 2
 GRPO = AlgorithmConfig(prompts_per_step=6, group_size=4)
-DAPO = AlgorithmConfig(
-    name="dapo",
-    prompts_per_step=6,
-    group_size=4,
-    clip_high=0.28,
-    aggregation=Aggregation.token_mean,
-    dynamic_sampling=True,
-)
-SEVERAL_UPDATES = AlgorithmConfig(prompts_per_step=6, group_size=4, updates_per_step=3, dynamic_sampling=True)
+DAPO = replace(GRPO, name="dapo", clip_high=0.28, aggregation=Aggregation.token_mean, dynamic_sampling=True)
+SEVERAL_UPDATES = replace(GRPO, updates_per_step=3, dynamic_sampling=True)
 
 
 class Recorded(SimEngine):
@@ -112,7 +106,7 @@ class InProcess:
 
     @property
     def parameters(self) -> torch.Tensor:
-        return torch.cat([parameter.detach().double().flatten() for parameter in self.model.parameters()])
+        return flat(self.model)
 
 
 def train(
@@ -142,8 +136,11 @@ def train(
 
 
 def first_parameters(model: Path) -> torch.Tensor:
-    loaded = load(model, mesh=None, device="cpu")
-    return torch.cat([parameter.detach().double().flatten() for parameter in loaded.parameters()])
+    return flat(load(model, mesh=None, device="cpu"))
+
+
+def flat(model: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([parameter.detach().double().flatten() for parameter in model.parameters()])
 
 
 def assert_same(one: InProcess, other: InProcess, model: Path, *, within: float) -> None:

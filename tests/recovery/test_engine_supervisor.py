@@ -18,17 +18,7 @@ from app.mode.train import CONTROLLERS, save_last_step
 from app.placement.controller import PlacementController
 from app.placement.fully_async import FullyAsync
 from app.types import GroupRequest, InFlight, MemoryUse, TrainerMemory
-from tests.simulation import (
-    BOTH,
-    SimEngine,
-    World,
-    config,
-    long_tailed,
-    now,
-    play,
-    virtual,
-    without_threads,
-)
+from tests.simulation import BOTH, SimEngine, World, config, long_tailed, now, play, virtual, without_threads
 
 
 def assert_sound(world: World) -> None:

@@ -34,11 +34,8 @@ def test_the_saved_configuration_wins_but_for_the_overrides_which_are_printed(tm
     words = ["steps=30", "placement.trainer_devices=2", "eval.every=7", "checkpoint.every=5", "tracking=tensorboard"]
     job = settled("resume=auto", "algorithm.group_size=4", *words, folder=run)
     config = job.config
-    assert (config.algorithm.name, config.algorithm.group_size, config.placement.kind.name) == (
-        "dapo",
-        4,
-        "fully_async",
-    )
+    assert (config.algorithm.name, config.algorithm.group_size) == ("dapo", 4)
+    assert config.placement.kind.name == "fully_async"
     assert (config.steps, config.placement.trainer_devices, config.eval.every) == (30, 2, 7)
     assert (config.trainer.lr, list(config.tracking.use)) == (2e-4, ["tensorboard"])
     (note,) = job.resumption.notes
@@ -70,11 +67,7 @@ def test_an_override_that_would_make_another_run_is_refused(override: str, key: 
 
 
 @pytest.mark.parametrize(
-    "line",
-    [
-        ["+reward.components.math=1", "~reward.components.exact"],
-        ["data=gsm8k", "~data.eval_sets.test"],
-    ],
+    "line", [["+reward.components.math=1", "~reward.components.exact"], ["data=gsm8k", "~data.eval_sets.test"]]
 )
 def test_what_a_line_removes_stays_removed_when_it_is_given_again(line: list[str], tmp_path: Path) -> None:
     line = [*line, "checkpoint.every=20"]
@@ -250,11 +243,8 @@ def test_an_evaluation_takes_the_runs_settings_but_for_what_may_be_given_anew(tm
 def test_an_evaluation_on_other_data_takes_the_reward_and_the_sets_of_that_data_alone(tmp_path: Path) -> None:
     run = a_run(tmp_path / "run", "data=gsm8k", step=4)
     config = settled("mode=eval", f"resume={run}", "data=dapo_math").config
-    assert (config.data.name, list(config.data.eval_sets), list(config.reward.components)) == (
-        "dapo_math",
-        ["aime24"],
-        ["math"],
-    )
+    assert (config.data.name, list(config.data.eval_sets)) == ("dapo_math", ["aime24"])
+    assert list(config.reward.components) == ["math"]
     config = settled("mode=eval", f"resume={run}", "data=arithmetic").config
     assert (config.data.name, list(config.reward.components)) == ("arithmetic", ["exact"])
 
@@ -374,7 +364,8 @@ def test_a_text_of_the_environment_that_changed_is_refused(
 def test_a_line_that_refers_to_a_secret_is_given_again_without_telling_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TOK", "x7-of-mine")
+    secret = "x7-of-mine"
+    monkeypatch.setenv("TOK", secret)
     line = [
         "tracking.use=[my.Tracker]",
         "+tracking.args.token=${oc.env:TOK}",
@@ -385,15 +376,11 @@ def test_a_line_that_refers_to_a_secret_is_given_again_without_telling_it(
     assert saved["tracking"]["args"] == {"token": "${oc.env:TOK}", "header": "Bearer ${tracking.args.token}"}  # type: ignore[index, call-overload]
 
     job = settled(f"resume={run}", *line, "+tracking.args.other=${oc.env:TOK}")
-    assert job.config.tracking.args == {
-        **dict.fromkeys(("token", "other"), "x7-of-mine"),
-        "header": "Bearer x7-of-mine",
-    }
+    assert job.config.tracking.args == {"token": secret, "other": secret, "header": f"Bearer {secret}"}
     assert "tracking.args.other=${oc.env:TOK}" in job.resumption.notes[0]
     save_configuration(job, job.config.steps)
-    assert "x7-of-mine" not in "".join(
-        [*job.resumption.notes, *(file.read_text() for file in (run / "config").iterdir())]
-    )
+    written = [*job.resumption.notes, *(file.read_text() for file in (run / "config").iterdir())]
+    assert secret not in "".join(written)
 
 
 def test_an_override_replaces_a_reference_whose_variable_is_not_set(
@@ -401,9 +388,7 @@ def test_an_override_replaces_a_reference_whose_variable_is_not_set(
 ) -> None:
     for name in ("D", "MY_PROJECT", "MY_SPLIT"):
         monkeypatch.setenv(name, "there")
-    given = [
-        f"{key}=${{oc.env:{name}}}" for key, name in (("tracking.project", "MY_PROJECT"), ("data.subset", "MY_SPLIT"))
-    ]
+    given = ["tracking.project=${oc.env:MY_PROJECT}", "data.subset=${oc.env:MY_SPLIT}"]
     run = a_saved_run(tmp_path / "run", "data=rows", "data.path=${oc.env:D}/a.jsonl", *given)
     monkeypatch.delenv("D")
     monkeypatch.delenv("MY_PROJECT")

@@ -17,12 +17,12 @@ from app.algorithm.objective import TokenBatch
 from app.config.algorithm import Aggregation, AlgorithmConfig, Correction
 from app.config.teacher import TeacherConfig
 from app.trainer.remote import Packed
-from app.types import Group, ScoredGroup
+from app.types import ScoredGroup
 from tests.algorithm.groups import group
 from tests.model.support import relative, save_qwen3
 from tests.refusals import refused
 from tests.trainer import plain
-from tests.trainer.support import TEMPERATURE, Scenario, play, sampled, scored_groups
+from tests.trainer.support import TEMPERATURE, Scenario, play, sampled, scored_groups, with_each
 
 VOCABULARY, LENGTH = 4, 3
 DISTILL = AlgorithmConfig(reward_coefficient=0, group_size=1, aggregation=Aggregation.seq_mean_token_sum)
@@ -98,30 +98,16 @@ def test_the_difference_of_a_token_is_clipped_and_counted() -> None:
     assert sums["teacher/clipped_fraction"].item() == (difference.abs() > 0.5).sum().item() > 0
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_qwen3(tmp_path_factory.mktemp("policy"))
-
-
 def taught(groups: Sequence[ScoredGroup], seed: int = 3) -> list[ScoredGroup]:
     """Return the groups with random log-probabilities of a teacher."""
     random = np.random.default_rng(seed)
-    return [
-        replace(
-            scored,
-            group=Group(
-                scored.group.prompt,
-                tuple(
-                    each.with_teacher([random.normal(-3, 1, each.sampled_tokens).astype(np.float32)])
-                    for each in scored.group.trajectories
-                ),
-            ),
-        )
-        for scored in groups
-    ]
+    return with_each(
+        groups, lambda each: each.with_teacher([random.normal(-3, 1, each.sampled_tokens).astype(np.float32)])
+    )
 
 
-def test_a_step_with_a_teacher_matches_transformers_and_a_pickled_one(path: Path) -> None:
+def test_a_step_with_a_teacher_matches_transformers_and_a_pickled_one(tmp_path: Path) -> None:
+    path = save_qwen3(tmp_path)
     groups = taught(sampled(path, scored_groups(6)))
     algorithm = AlgorithmConfig(prompts_per_step=6, group_size=4, aggregation=Aggregation.token_mean)
     scenario = Scenario(algorithm, pickle.loads(pickle.dumps(Packed(groups))), pieces=2)

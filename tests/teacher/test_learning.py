@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.runs import Run
-from tests.teacher.servers import Address, sglang
+from tests.teacher.servers import sglang
 
 STUDENT = ["algorithm=opd", "steps=20", "eval.every=20", "tracking.samples_per_step=4"]
 
@@ -23,13 +23,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run.folder / "export"
 
 
-async def student(server: Address, start: Callable[..., Run], *overrides: str) -> Run:
-    run = start(*STUDENT, f"teacher.urls=[{server.url}]", *overrides)
-    code = await asyncio.to_thread(run.wait, 500)
-    assert code == 0, run.text
-    return run
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("placement", ["colocate", "fully_async"])
@@ -43,7 +36,8 @@ async def test_a_student_learns_from_a_teacher_without_any_reward(
 ) -> None:
     async with sglang(trained, tmp_path) as server:
         monkeypatch.setenv("POSTTRAIN_TEACHER_KEY", server.key)
-        run = await student(server, start, f"placement={placement}")
+        run = start(*STUDENT, f"teacher.urls=[{server.url}]", f"placement={placement}")
+        assert await asyncio.to_thread(run.wait, 500) == 0, run.text
 
     summary, steps = run.summary(), [line for line in run.metrics() if "time/step" in line]
     for name in ("first", "last"):

@@ -30,6 +30,7 @@ from tests.trainer.plain import transformers_model
 OPD = ["algorithm=opd", "teacher.path=tiny"]
 SMALL = [*OPD, "eval.before_train=false", "eval.every=0", "data.arithmetic.eval_problems=8"]
 QWEN = ["model=qwen3_4b", "algorithm=opd", "teacher.path=Qwen/Qwen3.5-9B"]
+SPLIT = ["placement=fully_async", "placement.trainer_devices=2"]
 
 
 async def test_an_engine_of_the_run_scores_as_transformers_does(engine: RemoteEngine, tiny_model: Path) -> None:
@@ -47,7 +48,8 @@ async def test_an_engine_of_the_run_scores_as_transformers_does(engine: RemoteEn
 def test_a_teacher_of_another_vocabulary_or_a_shorter_context_is_refused(tiny_model: Path, tmp_path: Path) -> None:
     moment = CheckStage.start
     other = Path(shutil.copytree(tiny_model, tmp_path / "other"))
-    config = composed("algorithm=opd", f"teacher.path={other}", "teacher.devices=2")
+    given = ["algorithm=opd", f"teacher.path={other}", "teacher.devices=2"]
+    config = composed(*given)
     (found,) = teacher(RunInputs(config, moment))
     assert (found.subject, str(other) in found.message, "2 devices" in found.message) == ("teacher", True, True)
 
@@ -55,9 +57,7 @@ def test_a_teacher_of_another_vocabulary_or_a_shorter_context_is_refused(tiny_mo
     (other / "config.json").write_text(json.dumps({**sizes, "max_position_embeddings": 100}))
     with refused("rollout.max_prompt_tokens", 512, f"teacher.path={other}"):
         list(teacher(RunInputs(config, moment)))
-    longer = composed(
-        "algorithm=opd", f"teacher.path={other}", "+teacher.engine_args.context-length=9999", "teacher.devices=2"
-    )
+    longer = composed(*given, "+teacher.engine_args.context-length=9999")
     assert len(list(teacher(RunInputs(longer, moment)))) == 1
 
     tokenizer = json.loads((other / "tokenizer.json").read_text())
@@ -68,17 +68,12 @@ def test_a_teacher_of_another_vocabulary_or_a_shorter_context_is_refused(tiny_mo
         list(teacher(RunInputs(longer, moment)))
 
 
-class LostOnce:
-    """An engine that is lost by its first call, or never returns."""
+class Lost:
+    """An engine that is lost by its first call."""
 
     name = "teacher"
 
-    def __init__(self, *, late: bool = False) -> None:
-        self.late = late
-
     async def update(self, route: str, body: Any) -> dict[str, Any]:
-        if self.late:
-            await asyncio.sleep(60)
         raise EngineLost("teacher was killed by SIGKILL")
 
 
@@ -87,7 +82,7 @@ async def test_requests_wait_for_a_replacement_of_the_engine(
 ) -> None:
     monkeypatch.setattr("app.teacher.RETRY_DELAY_S", 0.01)
     monkeypatch.setattr("app.teacher.RETRIES", 1)
-    pool = EnginePool([LostOnce()])  # type: ignore[list-item]  # has what a teacher calls
+    pool = EnginePool([Lost()])  # type: ignore[list-item]  # has what a teacher calls
 
     async def replace() -> None:
         await pool.engine_lost.wait()
@@ -107,16 +102,7 @@ async def test_requests_wait_for_a_replacement_of_the_engine(
     ("overrides", "expected"),
     [
         (["device=cuda", "placement.devices=2"], [1, 1, 2]),
-        (
-            [
-                "device=npu",
-                "placement=fully_async",
-                "placement.trainer_devices=2",
-                "placement.rollout_devices=4",
-                "rollout.tensor_parallel=4",
-            ],
-            [1, 1, 4, 2],
-        ),
+        (["device=npu", *SPLIT, "placement.rollout_devices=4", "rollout.tensor_parallel=4"], [1, 1, 4, 2]),
         (["device=cuda", "placement.devices=2", "rollout.urls=[http://127.0.0.1:9]"], [1, 1, 2]),
         (["device=cpu", "model=tiny", "teacher.path=tiny", "data=arithmetic"], [1, 2]),
         (["device=cuda", "placement.devices=2", "mode=eval"], [1, 1]),

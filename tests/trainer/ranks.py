@@ -26,15 +26,14 @@ def _play_all(mesh: DeviceMesh, path: Path, scenarios: dict[str, Scenario]) -> d
 
 
 def run_on(ranks: int, work: Callable[..., Any], out: Path, *arguments: Any) -> Any:
-    """Return the result of `work(mesh, *arguments)` on rank 0. `work` must be a module-level function."""
-    processes(_rank, (ranks, out.with_suffix(".rendezvous"), work, arguments, out), ranks)
-    return torch.load(out, weights_only=False)
+    """Return the result of `work(mesh, *arguments)` on rank 0. `work` must be a module-level function.
 
-
-def processes(work: Callable[..., None], arguments: tuple[Any, ...], number: int) -> None:
-    """Run `work(index, *arguments)` in processes that are forked from a server with all imports done."""
+    The processes are forked from a server with all imports done.
+    """
     set_forkserver_preload(["tests.trainer.imported"])
-    mp.start_processes(work, arguments, nprocs=number, start_method="forkserver")
+    given = (ranks, out.with_suffix(".rendezvous"), work, arguments, out)
+    mp.start_processes(_rank, given, nprocs=ranks, start_method="forkserver")
+    return torch.load(out, weights_only=False)
 
 
 def _rank(

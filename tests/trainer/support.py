@@ -1,7 +1,7 @@
 """Train steps on a small random Qwen3: random groups, scenarios for one process or several ranks, their results."""
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -45,14 +45,14 @@ def scored_groups(count: int, size: int = 4, *, seed: int = 0, shortest: int = 0
     random = np.random.default_rng(seed)
     groups = []
     for index in range(count):
-        prompt = Prompt(f"random/{index}@0", _tokens(random, int(random.integers(1, 7))), "", "random")
+        prompt = Prompt(f"random/{index}@0", tokens(random, int(random.integers(1, 7))), "", "random")
         trajectories = [_trajectory(prompt, random, int(random.integers(shortest, LIMIT + 1))) for _ in range(size)]
         advantages = random.normal(size=size).astype(np.float32)
         groups.append(ScoredGroup(Group(prompt, tuple(trajectories)), advantages))
     return groups
 
 
-def _tokens(random: np.random.Generator, count: int) -> np.ndarray:
+def tokens(random: np.random.Generator, count: int) -> np.ndarray:
     return random.integers(0, VOCABULARY, count).astype(np.int32)
 
 
@@ -60,7 +60,7 @@ def _trajectory(prompt: Prompt, random: np.random.Generator, length: int) -> Tra
     reason = FinishReason.length if length == LIMIT else FinishReason.stop
     logprobs = random.normal(-3, 1, length).astype(np.float32)
     return Trajectory(
-        prompt, Completion(_tokens(random, length), logprobs, reason, (VersionSpan(0, 0, length),)), "", reward=0.0
+        prompt, Completion(tokens(random, length), logprobs, reason, (VersionSpan(0, 0, length),)), "", reward=0.0
     )
 
 
@@ -72,24 +72,14 @@ def demonstrations(count: int, *, seed: int = 5) -> list[TokenSequence]:
         length = int(random.integers(2, LIMIT + 6))
         imitated = random.random(length) < 0.6
         imitated[0], imitated[-1] = False, True
-        made.append(TokenSequence.demonstration(_tokens(random, length), imitated))
+        made.append(TokenSequence.demonstration(tokens(random, length), imitated))
     return made
 
 
-def with_logprobs(groups: Sequence[ScoredGroup], logprobs: Sequence[np.ndarray]) -> list[ScoredGroup]:
-    """Return the groups with these rollout log-probabilities, one array per trajectory, in order."""
-    remaining = iter(logprobs)
+def with_each(groups: Sequence[ScoredGroup], change: Callable[[Trajectory], Trajectory]) -> list[ScoredGroup]:
+    """Return the groups with every trajectory changed, in order."""
     return [
-        ScoredGroup(
-            Group(
-                scored.group.prompt,
-                tuple(
-                    replace(each, completion=replace(each.completion, logprobs=next(remaining)))
-                    for each in scored.group.trajectories
-                ),
-            ),
-            scored.advantages,
-        )
+        replace(scored, group=replace(scored.group, trajectories=tuple(map(change, scored.group.trajectories))))
         for scored in groups
     ]
 
@@ -100,22 +90,24 @@ def sampled(path: Path, groups: Sequence[ScoredGroup], *, noise: float = 0.1, se
 
     random = np.random.default_rng(seed)
     model = transformers_model(path)
+
+    def change(trajectory: Trajectory) -> Trajectory:
+        exact = token_logprobs(model, trajectory, TEMPERATURE)[0].numpy()
+        logprobs = (exact + random.normal(0, noise, len(exact))).astype(np.float32)
+        return replace(trajectory, completion=replace(trajectory.completion, logprobs=logprobs))
+
     with torch.no_grad():
-        exact = [token_logprobs(model, each, TEMPERATURE)[0].numpy() for g in groups for each in g.group.trajectories]
-    return with_logprobs(groups, [(one + random.normal(0, noise, len(one))).astype(np.float32) for one in exact])
+        return with_each(groups, change)
 
 
 def unreadable(groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
     """Return the groups with a token outside of the vocabulary: their forward raises `IndexError`."""
-    return [
-        replace(scored, group=replace(scored.group, trajectories=tuple(map(_unreadable, scored.group.trajectories))))
-        for scored in groups
-    ]
 
+    def change(trajectory: Trajectory) -> Trajectory:
+        prompt = replace(trajectory.prompt, token_ids=np.full_like(trajectory.prompt.token_ids, VOCABULARY))
+        return replace(trajectory, prompt=prompt)
 
-def _unreadable(trajectory: Trajectory) -> Trajectory:
-    prompt = replace(trajectory.prompt, token_ids=np.full_like(trajectory.prompt.token_ids, VOCABULARY))
-    return replace(trajectory, prompt=prompt)
+    return with_each(groups, change)
 
 
 @dataclass(frozen=True)

@@ -50,9 +50,6 @@ def on_two_ranks(
     return play_on(2, paths["qwen3"], scenarios, tmp_path_factory.mktemp("ranks") / "results.pt")
 
 
-# --- one rank
-
-
 @pytest.mark.parametrize("kind", SAVE)
 def test_a_step_matches_merged_weights_of_transformers_in_float64(kind: str, paths: dict[str, Path]) -> None:
     """Its loss with the KL to the base, its gradients, and the parameters after an SGD update."""
@@ -78,9 +75,6 @@ def test_the_norm_is_that_of_what_the_adapters_add(paths: dict[str, Path], group
     assert "lora/norm" not in play(paths["qwen3"], Scenario(GRPO, groups)).metrics
     nothing = play(paths["qwen3"], Scenario(GRPO, [], lora=LORA))
     assert (nothing.updates, nothing.metrics["lora/norm"]) == (0, 0.0)
-
-
-# --- two ranks
 
 
 @pytest.mark.parametrize("name", ["from the base", "two updates"])

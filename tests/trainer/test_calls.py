@@ -34,14 +34,13 @@ async def stacks() -> str:
     return "--- rank"
 
 
-async def done() -> None: ...
-
-
-async def none_begun() -> int:
+async def done() -> int:
     return 0
 
 
-GATE: dict[str, Callable[[], Awaitable[object]]] = {"hold_passes": none_begun, "end_passes": done}
+Calls = dict[str, Callable[[], Awaitable[object]]]
+GATE: Calls = {"hold_passes": done, "end_passes": done}
+ONE_ABORTS: list[Calls] = [{"abort_step": full_disk, **GATE}, {"abort_step": done, **GATE}]
 
 
 @pytest.mark.parametrize(
@@ -51,20 +50,14 @@ GATE: dict[str, Callable[[], Awaitable[object]]] = {"hold_passes": none_begun, "
         ("write", [{"write": never, "stacks": stacks}], 0.1, r"write .*trainer\.timeout_s", False),
         ("finish_step", [{"finish_step": full_disk}, {"finish_step": never}], 60, "finish_step: OSError", True),
         # Ranks may be in the middle of a pass, with gradients that would add to those of the next step.
-        (
-            "abort_step",
-            [{"abort_step": full_disk, **GATE}, {"abort_step": done, **GATE}],
-            60,
-            "abort_step: OSError",
-            True,
-        ),
+        ("abort_step", ONE_ABORTS, 60, "abort_step: OSError", True),
         ("finish_step", [{"finish_step": never, "stacks": stacks}], 0.1, "finish_step within", True),
     ],
     ids=["a write fails", "a write is late", "a step fails on one rank", "an abort fails", "a step is late"],
 )
 def test_a_call_that_fails_names_its_rank_and_breaks_the_trainer_unless_ranks_only_write(
     method: str,
-    ranks: list[dict[str, Callable[[], Awaitable[object]]]],
+    ranks: list[Calls],
     timeout_s: float,
     named: str,
     broken: bool,

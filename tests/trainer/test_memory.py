@@ -26,10 +26,6 @@ def no_automatic_gc() -> Iterator[None]:
     gc.unfreeze()
 
 
-def live_tensors() -> int:
-    return sum(isinstance(each, torch.Tensor) for each in gc.get_objects())
-
-
 def test_tensors_in_reference_cycles_are_collected_every_few_passes(
     no_automatic_gc: None, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -42,7 +38,7 @@ def test_tensors_in_reference_cycles_are_collected_every_few_passes(
         cycle: list[Any] = [torch.zeros(1)]
         cycle.append(cycle)
         result = computed(micro)
-        live.append(live_tensors())
+        live.append(sum(isinstance(each, torch.Tensor) for each in gc.get_objects()))
         return result
 
     monkeypatch.setattr(step, "_forward_backward", counted)

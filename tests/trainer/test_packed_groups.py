@@ -7,8 +7,8 @@ import pytest
 
 from app.trainer.microbatch import Sample, make_samples
 from app.trainer.remote import Packed
-from app.types import Group, ScoredGroup
-from tests.trainer.support import scored_groups
+from app.types import ScoredGroup
+from tests.trainer.support import scored_groups, with_each
 from tests.trainer.test_sequences import episodes
 
 GROUPS = {"single turns": scored_groups(5), "episodes": episodes(5)}
@@ -40,15 +40,10 @@ def test_a_rank_makes_the_samples_that_the_driver_would_make(name: str) -> None:
 
 
 def test_texts_stay_behind_and_arrays_travel_beside_the_pickle() -> None:
-    (scored,) = scored_groups(1, size=8, shortest=12)
-    text = "a completion of many words"
-    members = [replace(each, text=text, completion=replace(each.completion, text=text)) for each in members_of(scored)]
-    arrived, data, arrays = sent([replace(scored, group=Group(scored.group.prompt, tuple(members)))])
+    given, text = scored_groups(1, size=8, shortest=12), "a completion of many words"
+    worded = with_each(given, lambda each: replace(each, text=text, completion=replace(each.completion, text=text)))
+    (arrived,), data, arrays = sent(worded)
     assert text.encode() not in data
-    assert [each.text for each in members_of(arrived[0])] == [""] * 8
+    assert [each.text for each in arrived.group.trajectories] == [""] * 8
     assert len(arrays) == 1 + 1 + 2 * 8  # the prompt once, the advantages, tokens and log-probabilities
     assert sum(buffer.raw().nbytes for buffer in arrays) >= 8 * 12 * 8
-
-
-def members_of(scored: ScoredGroup) -> tuple:
-    return scored.group.trajectories

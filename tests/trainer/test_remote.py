@@ -19,19 +19,16 @@ from app.errors import TrainerError
 from app.trainer.remote import RemoteTrainer
 from app.types import ScoredGroup, StepReport
 from tests.trainer.support import VOCABULARY, scored_groups
-from tests.weight_sync.support import make_trainer
+from tests.weight_sync.support import killed, make_trainer
 
 TOO_LONG_S = 60.0  # an undetected failure would take the `timeout_s` of `make_trainer`: 120
 
 
 @pytest.fixture
 def trainer(ray_session: None, path: Path, tmp_path: Path) -> Iterator[RemoteTrainer]:
-    import ray
-
     trainer = make_trainer(path, tmp_path, ranks=2)
-    yield trainer
-    for rank in trainer.ranks:
-        ray.kill(rank)
+    with killed(*trainer.ranks):
+        yield trainer
 
 
 def failing_on_one_rank(groups: list[ScoredGroup]) -> list[ScoredGroup]:
@@ -60,12 +57,6 @@ class Garbage:
         return self.reference() is not None
 
 
-def parameters_of(path: Path) -> int:
-    """The numbers in a model's files."""
-    tensors = (load_file(file) for file in path.glob("*.safetensors"))
-    return sum(tensor.numel() for each in tensors for tensor in each.values())
-
-
 async def step(trainer: RemoteTrainer, version: int, groups: list[ScoredGroup]) -> StepReport:
     await trainer.begin_step(version=version)
     await trainer.add_groups(groups)
@@ -77,8 +68,7 @@ async def test_two_ranks_save_restore_and_end_a_call_that_one_of_them_failed(
     trainer: RemoteTrainer, path: Path, tmp_path: Path
 ) -> None:
     groups = scored_groups(4, shortest=2)
-
-    parameters = parameters_of(path)
+    parameters = sum(tensor.numel() for file in path.glob("*.safetensors") for tensor in load_file(file).values())
     await trainer.setup()
     assert await trainer.checkpoint_bytes() == 12 * parameters
     await trainer.attach("garbage", Garbage)
@@ -119,7 +109,6 @@ async def fail(trainer: RemoteTrainer, groups: list[ScoredGroup]) -> None:
 @pytest.mark.slow
 async def test_a_rank_that_dies_is_the_one_that_is_named(trainer: RemoteTrainer) -> None:
     """Its death breaks the collective of the other rank, whose error may come first."""
-
     await trainer.setup()
     await trainer.begin_step(version=1)
     os.kill(await trainer.ranks[1].pid.remote(), signal.SIGKILL)

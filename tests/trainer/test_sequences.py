@@ -27,7 +27,7 @@ from app.types import (
 from tests.model.support import relative
 from tests.trainer import plain
 from tests.trainer.ranks import play_on
-from tests.trainer.support import TEMPERATURE, VOCABULARY, Scenario, play
+from tests.trainer.support import TEMPERATURE, Scenario, play, tokens
 from tests.trainer.test_ranks import assert_same
 
 GRPO = AlgorithmConfig(prompts_per_step=6, group_size=4)
@@ -78,10 +78,6 @@ def sequence(prompt: Prompt, random: np.random.Generator, *, turns: int) -> Toke
     return TokenSequence(np.concatenate(pieces), mask, logprobs, (VersionSpan(0, 0, count),))
 
 
-def tokens(random: np.random.Generator, count: int) -> np.ndarray:
-    return random.integers(0, VOCABULARY, count).astype(np.int32)
-
-
 def turns_alone(sequence: TokenSequence) -> Iterator[Trajectory]:
     """Each turn of a sequence as a trajectory of its own, whose prompt is everything before it."""
     edges = np.flatnonzero(np.diff(sequence.sampled.astype(int), prepend=0, append=0))
@@ -105,10 +101,7 @@ def loss_of_turns(model: Any, groups: Sequence[ScoredGroup], config: AlgorithmCo
             divisor = total if config.aggregation is Aggregation.seq_mean_token_mean else 1
             terms.append(-torch.cat(objectives).sum() / divisor)
 
-    denominator = {
-        Aggregation.token_mean: counted,
-        Aggregation.seq_mean_token_mean: len(terms),
-    }[config.aggregation]
+    denominator = {Aggregation.token_mean: counted, Aggregation.seq_mean_token_mean: len(terms)}[config.aggregation]
     return torch.stack(terms).sum() / denominator
 
 

@@ -39,13 +39,9 @@ def actors(ray_session: None) -> Iterator[list[Any]]:
         ray.kill(actor)
 
 
-def trainer_of(actors: list[Any], folder: Path, *, timeout_s: float) -> RemoteTrainer:
-    return RemoteTrainer(actors, timeout_s=timeout_s, logs=folder)
-
-
 def test_a_rank_that_cannot_be_built_is_named_with_its_error(actors: list[Any], tmp_path: Path) -> None:
     actors += [ray.remote(num_cpus=0)(each).remote() for each in (Rank, RankWithoutDisk)]
-    trainer = trainer_of(actors, tmp_path, timeout_s=60)
+    trainer = RemoteTrainer(actors, timeout_s=60, logs=tmp_path)
     with pytest.raises(TrainerError) as failed:
         asyncio.run(trainer.setup())
     assert re.search("rank 1 .*start: OSError: .*logs/trainer_1.log", str(failed.value))
@@ -57,7 +53,7 @@ def test_a_rank_that_cannot_be_built_is_named_with_its_error(actors: list[Any], 
 def test_a_rank_that_ray_never_schedules_misses_the_deadline_by_name(actors: list[Any], tmp_path: Path) -> None:
     actors += [ray.remote(num_cpus=slots)(Rank).remote() for slots in (0, RAY_SLOTS + 1)]
     ray.get(actors[0].start.remote(), timeout=60)  # only the other one is late
-    trainer = trainer_of(actors, tmp_path, timeout_s=3)
+    trainer = RemoteTrainer(actors, timeout_s=3, logs=tmp_path)
     with pytest.raises(TrainerError) as late:
         asyncio.run(asyncio.wait_for(trainer.setup(), 60))
     assert "trainer rank 1 within trainer.timeout_s=3 s" in str(late.value)

@@ -15,16 +15,7 @@ from app.trainer.microbatch import make_samples
 from app.types import Group, ScoredGroup, VersionSpan
 from tests.model.support import relative
 from tests.trainer import plain
-from tests.trainer.support import (
-    SGD,
-    TEMPERATURE,
-    Result,
-    Scenario,
-    make_step,
-    parameters,
-    play,
-    train,
-)
+from tests.trainer.support import SGD, TEMPERATURE, Result, Scenario, make_step, parameters, play, train
 
 GRPO = AlgorithmConfig(prompts_per_step=8, group_size=4)
 DAPO = replace(GRPO, aggregation=Aggregation.token_mean, clip_high=0.28, old_policy=OldPolicy.rollout)

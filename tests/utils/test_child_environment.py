@@ -33,9 +33,7 @@ def test_this_machine_is_outside_of_proxies(present: dict[str, str], monkeypatch
         monkeypatch.setenv(name, made[name])
     requests, httpx = pytest.importorskip("requests.utils"), pytest.importorskip("httpx")
     httpx.Client().close()  # reads all entries
-    own = {
-        each.address for of_one in psutil.net_if_addrs().values() for each in of_one if each.family.name == "AF_INET"
-    }
+    own = {each.address for card in psutil.net_if_addrs().values() for each in card if each.family.name == "AF_INET"}
     for host in ("127.0.0.1", "localhost", *own, *("intern.example" for _ in present)):
         assert urllib.request.proxy_bypass(host), host
         assert requests.should_bypass_proxies(f"http://{host}:30000", None), host

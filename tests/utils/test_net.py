@@ -9,13 +9,6 @@ from app.utils.net import reserve_port
 IN_USE = "Address already in use"
 
 
-def server_socket() -> socket.socket:
-    """A socket as servers create it."""
-    server = socket.socket()
-    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    return server
-
-
 @pytest.mark.parametrize("fixed", [False, True], ids=["any", "fixed"])
 def test_a_reserved_port_is_kept_for_a_server(fixed: bool) -> None:
     with reserve_port("127.0.0.1") as first:
@@ -27,7 +20,8 @@ def test_a_reserved_port_is_kept_for_a_server(fixed: bool) -> None:
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(address, timeout=10)
 
-        with server_socket() as server:
+        with socket.socket() as server:
+            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do
             server.bind(address)
             server.listen()
             with socket.create_connection(address, timeout=10) as client:

@@ -13,22 +13,18 @@ from app.utils.tasks import run_to_end, until_signal
 DEADLINE_S = 60.0
 
 
-async def raise_and_let_it_arrive(number: signal.Signals, arrived: asyncio.Event) -> None:
-    arrived.clear()
-    os.kill(os.getpid(), number)
-    await asyncio.wait_for(arrived.wait(), DEADLINE_S)
-
-
-def test_a_second_signal_is_answered_and_only_a_third_ends_the_cleanup() -> None:
+async def test_a_second_signal_is_answered_and_only_a_third_ends_the_cleanup() -> None:
     events: list[str] = []
+    second = asyncio.Event()
 
-    async def work(second: asyncio.Event) -> None:
+    async def work() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         try:
             await asyncio.sleep(DEADLINE_S)
         finally:
             events.append("cleanup began")
-            await raise_and_let_it_arrive(signal.SIGINT, second)
+            os.kill(os.getpid(), signal.SIGINT)
+            await asyncio.wait_for(second.wait(), DEADLINE_S)
             events.append("cleanup goes on")
             os.kill(os.getpid(), signal.SIGTERM)
             try:
@@ -37,17 +33,12 @@ def test_a_second_signal_is_answered_and_only_a_third_ends_the_cleanup() -> None
                 events.append("cancelled again")
                 raise
 
-    async def main() -> None:
-        second = asyncio.Event()
-
-        def answer() -> None:
-            events.append("answered")
-            second.set()
-
-        await until_signal(work(second), on_second=answer)
+    def answer() -> None:
+        events.append("answered")
+        second.set()
 
     with pytest.raises(Interrupted, match="interrupted by SIGTERM"):
-        asyncio.run(main())
+        await until_signal(work(), on_second=answer)
     assert events == ["cleanup began", "answered", "cleanup goes on", "cancelled again"]
 
 

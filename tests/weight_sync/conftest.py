@@ -8,34 +8,29 @@ from typing import Any
 import pytest
 
 from tests.rollout.support import address_of, engine_at
-from tests.weight_sync.support import Proxy, make_trainer, restore, started
+from tests.weight_sync.support import Proxy, killed, make_trainer, restore, started
 
 
 @pytest.fixture(scope="package")
 def trainer(
     ray_session: None, tiny_model: Path, engine: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Any]:
-    import ray
-
     folder = tmp_path_factory.mktemp("trainer")
     made = asyncio.run(started(make_trainer(tiny_model, folder)))
-    yield made
-    asyncio.run(restore(made, engine, folder))
-    for rank in made.ranks:
-        ray.kill(rank)
+    with killed(*made.ranks):
+        yield made
+        asyncio.run(restore(made, engine, folder))
 
 
 @pytest.fixture(scope="package")
 def proxy_and_engine(engine: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Proxy, Any]]:
     """A proxy in front of the session's server, and an engine that connects to the proxy."""
-    import ray
-
     url, key = asyncio.run(address_of(engine))
     proxy = Proxy(url)
     proxied = engine_at(proxy.url, key, tmp_path_factory.mktemp("proxied"), "engine behind a proxy")
     asyncio.run(proxied.start(60))
-    yield proxy, proxied
-    ray.kill(proxied.actor)
+    with killed(proxied.actor):
+        yield proxy, proxied
     proxy.stop()
 
 

@@ -121,8 +121,9 @@ class Doubles:
 class EngineDouble:
     """An engine that accepts everything, except what `refuses` names: the n-th request of a route."""
 
-    def __init__(self, name: str = "engine 0", refuses: tuple[str, int] | None = None) -> None:
-        self.name = name
+    name = "engine 0"
+
+    def __init__(self, refuses: tuple[str, int] | None = None) -> None:
         self.refuses = refuses
         self.requests: list[str] = []  # routes
         self.bodies: list[Mapping[str, Any]] = []
@@ -144,7 +145,3 @@ class EngineDouble:
         if (route, index) == self.refuses:
             raise EngineError(f"{self.name}: refused by the test")
         return {"success": True}
-
-    async def load_adapter(self, version: int, body: Mapping[str, Any]) -> int:
-        await self.update("load_adapter", body)
-        return 1

@@ -6,17 +6,18 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from aiohttp import ClientSession, ClientTimeout, web
 
-from app.config.algorithm import AlgorithmConfig, Correction
 from app.config.device import DeviceKind, Dtype
 from app.config.model import LoraConfig
 from app.config.trainer import TrainerConfig
 from app.config.weight_sync import Verify, WeightSyncConfig
+from app.device import device_of
 from app.types import GroupRequest, InFlight, Sampling
 from app.utils.units import MIB
 from app.weight_sync.synchronizer import BucketedWeightSynchronizer
@@ -58,30 +59,27 @@ def make_trainer(
     """Create Ray actors of real trainer ranks, not set up yet."""
     import ray
 
-    from app.trainer.rank import CONCURRENCY_GROUPS, RankSpec, TrainerRank
+    from app.trainer.rank import CONCURRENCY_GROUPS, TrainerRank
     from app.trainer.remote import RemoteTrainer
+    from tests.trainer.support import rank_spec
 
-    spec = RankSpec(
-        device=DeviceKind.cpu,
-        dtype=dtype,
-        model_path=model,
-        trust_remote_code=False,
-        trainer=TrainerConfig(tokens_per_microbatch=1024),
-        run_updates=1,
-        algorithm=AlgorithmConfig(),
-        correction=Correction.none,
-        temperature=1.0,
-        max_completion_tokens=16,
-        reference=False,
-        ranks=ranks,
-        threads=1,
-        seed=0,
-        logs=folder,
-        lora=lora or LoraConfig(),
-    )
+    settings = {"trainer": TrainerConfig(tokens_per_microbatch=1024), "temperature": 1.0, "lora": lora or LoraConfig()}
+    spec = rank_spec(model, folder, dtype=dtype, ranks=ranks, **settings)
     remote: Any = ray.remote  # whose stubs lack concurrency_groups
     make = remote(concurrency_groups=CONCURRENCY_GROUPS, num_cpus=0)(TrainerRank)
     return RemoteTrainer([make.remote(spec, rank) for rank in range(ranks)], timeout_s=120, logs=folder)
+
+
+def rank_of(model: Any, rank: int = 0, kind: DeviceKind = DeviceKind.cpu, **spec: Any) -> Any:
+    """What a sender reads of a trainer rank of this kind of device, whose tensors are on a CPU."""
+    return SimpleNamespace(
+        model=model,
+        rank=rank,
+        device=device_of(kind),
+        torch_device=torch.device("cpu"),
+        spec=SimpleNamespace(dtype=Dtype.bfloat16, **spec),
+        require_onloaded=lambda *_: None,
+    )
 
 
 async def started(trainer: Any, *, weights: bool = True) -> Any:
@@ -93,20 +91,30 @@ async def started(trainer: Any, *, weights: bool = True) -> Any:
 
 
 @contextmanager
+def killed(*actors: Any) -> Iterator[None]:
+    """Kill actors of Ray after the block."""
+    import ray
+
+    try:
+        yield
+    finally:
+        for actor in actors:
+            ray.kill(actor)
+
+
+@contextmanager
 def running(engine: Any, trainer: Any) -> Iterator[tuple[Any, Any]]:
     """Start an engine and a trainer, and end both after the block. Yields trainer, engine."""
-    import ray
 
     async def start() -> None:
         await asyncio.gather(engine.start(300), started(trainer))
 
-    asyncio.run(start())
-    try:
-        yield trainer, engine
-    finally:
-        asyncio.run(engine.stop())
-        for actor in (engine.actor, *trainer.ranks):
-            ray.kill(actor)
+    with killed(engine.actor, *trainer.ranks):
+        asyncio.run(start())
+        try:
+            yield trainer, engine
+        finally:
+            asyncio.run(engine.stop())
 
 
 async def make_synchronizer(
@@ -203,9 +211,8 @@ class Proxy:
         self.seen.append(incoming.path)
 
         async def forward() -> web.Response:
-            headers = {
-                key: value for key, value in incoming.headers.items() if key in ("Authorization", "Content-Type")
-            }
+            kept = ("Authorization", "Content-Type")
+            headers = {key: value for key, value in incoming.headers.items() if key in kept}
             async with (
                 ClientSession(timeout=ClientTimeout(total=None)) as session,
                 session.request(incoming.method, self.target + incoming.path_qs, data=body, headers=headers) as reply,

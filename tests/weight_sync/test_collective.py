@@ -18,7 +18,7 @@ from app.errors import SyncError
 from app.weight_sync.transport.collective import BroadcastSender, wrap_errors
 from app.weight_sync.transport.process_group import SyncProcessGroup
 from tests.weight_sync.doubles import Doubles, EngineDouble, NcclDouble
-from tests.weight_sync.support import make_synchronizer, make_trainer, started
+from tests.weight_sync.support import killed, make_synchronizer, make_trainer, started
 
 SOON_S = 3.0
 TIMEOUT_S = 60.0
@@ -122,17 +122,11 @@ def test_a_late_abort_leaves_the_next_process_group_alone() -> None:
 
 @pytest.fixture(scope="module")
 def two_ranks(ray_session: None, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    import ray
-
-    async def with_doubles() -> Any:
-        made = await started(make_trainer(tiny_model, tmp_path_factory.mktemp("two_ranks"), ranks=2), weights=False)
-        await made.attach("doubles", Doubles)
-        return made
-
-    made = asyncio.run(with_doubles())
-    yield made
-    for rank in made.ranks:
-        ray.kill(rank)
+    made = make_trainer(tiny_model, tmp_path_factory.mktemp("two_ranks"), ranks=2)
+    asyncio.run(started(made, weights=False))
+    asyncio.run(made.attach("doubles", Doubles))
+    with killed(*made.ranks):
+        yield made
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """A delta, packed by trainer ranks and loaded by the engine's plugin, equals a full sync bit for bit."""
 
-import os
 import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from app.rollout.engine.sglang_plugin import delta_loader as wire
@@ -23,11 +22,12 @@ from app.weight_sync import snapshot as snapshots
 from app.weight_sync.buckets import Bucket, Receivers, TensorMeta, plan_buckets
 from app.weight_sync.delta import DeltaEncoder, encode_gaps, max_header_bytes
 from app.weight_sync.shard_diff import CPU_CHUNK, ShardSnapshot, diff_and_replace_all
-from tests.trainer.ranks import processes
+from tests.trainer.ranks import run_on
 
 ROWS, ROW = 6, 10
 SHAPES = {"up": (ROWS, ROW), "gate": (ROWS, ROW), "down": (ROW, ROWS), "odd": (7,), "big": (301, 257), "decay": (3,)}
 KEPT_FLOAT32 = ("decay",)
+METAS = [TensorMeta(name, "float32" if name in KEPT_FLOAT32 else "bfloat16", shape) for name, shape in SHAPES.items()]
 
 
 class Model:
@@ -62,12 +62,6 @@ class Model:
 
     def state(self) -> list[Tensor]:
         return [self.fused, self.columns, self.down, *self.whole.values(), self.decay]
-
-
-def metas() -> list[TensorMeta]:
-    return [
-        TensorMeta(name, "float32" if name in KEPT_FLOAT32 else "bfloat16", shape) for name, shape in SHAPES.items()
-    ]
 
 
 class Engine:
@@ -108,7 +102,7 @@ class Trainer:
     def __init__(self, capacity: int = 10**9) -> None:
         torch.manual_seed(0)
         self.masters = {name: torch.randn(shape) * 0.02 for name, shape in SHAPES.items()}
-        self.buckets = plan_buckets(metas(), capacity=capacity)
+        self.buckets = plan_buckets(METAS, capacity=capacity)
         self.encoder = DeltaEncoder(self.masters, "bfloat16", on_host=False)
         self.changed = 0
 
@@ -144,15 +138,11 @@ def bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(torch.uint8)
 
 
-def change_first_and_last_row(tensor: Tensor) -> Tensor:
-    return tensor.clone().index_fill_(0, torch.tensor([0, tensor.shape[0] - 1]), 1.0)
-
-
 CHANGES = {
     "nothing": lambda name, tensor: tensor,
     "a few": lambda name, tensor: torch.where(torch.rand_like(tensor) < 0.02, tensor * 1.1, tensor),
     "all of one": lambda name, tensor: tensor * 2 if name == "big" else tensor,
-    "first and last rows": lambda name, tensor: change_first_and_last_row(tensor),
+    "first and last rows": lambda name, tensor: tensor.index_fill(0, torch.tensor([0, len(tensor) - 1]), 1.0),
     "signs of zero": lambda name, tensor: torch.zeros_like(tensor).copysign_(torch.randn_like(tensor)),
     "not a number": lambda name, tensor: torch.where(torch.rand_like(tensor) < 0.02, torch.nan, tensor),
 }
@@ -306,8 +296,7 @@ ROUNDS = 3
 
 def test_two_ranks_encode_the_same_message_as_one(tmp_path: Path) -> None:
     """Shards of even, odd and fewer rows than ranks, received by rank 0 alone and by all ranks."""
-    processes(_rank, (tmp_path / "rendezvous", tmp_path), 2)
-    saved = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)]
+    saved = run_on(2, on_both_ranks, tmp_path / "messages.pt")
     alone = messages_of(SHARDED, Receivers.every_rank)
     assert len(alone) == ROUNDS
     received = [saved[0][receivers.name] for receivers in Receivers]
@@ -322,22 +311,15 @@ def test_two_ranks_encode_the_same_message_as_one(tmp_path: Path) -> None:
 SHARDED = {"even": (8, 33), "odd": (7, 5), "one row": (1, 40), "vector": (301,), "blocks": (300, 701)}
 
 
-def _rank(rank: int, rendezvous: Path, out: Path) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
-    warnings.simplefilter("error", FutureWarning)  # deprecated collectives
-    try:
-        mesh = init_device_mesh("cpu", (2,))
-        messages = {
-            receivers.name: messages_of(SHARDED, receivers, mesh)
-            for receivers in (Receivers.every_rank, Receivers.rank_0)
-        }
+def on_both_ranks(mesh: DeviceMesh) -> list[Any]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)  # deprecated collectives
+        messages = {each.name: messages_of(SHARDED, each, mesh) for each in (Receivers.every_rank, Receivers.rank_0)}
         setattr(dist, "gather", gather_of_torch_npu)  # noqa: B010 (of another signature)
         messages["rank_0_by_all_gather"] = messages_of(SHARDED, Receivers.rank_0_by_all_gather, mesh)
-        torch.save(messages, out / f"rank{rank}.pt")
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
+    saved: list[Any] = [None, None]
+    dist.all_gather_object(saved, messages)
+    return saved
 
 
 def gather_of_torch_npu(

@@ -21,19 +21,19 @@ from tests.weight_sync.support import (
 )
 
 TIMEOUT_S = 3.0
-LOAD = {"ipc": "/update_weights_from_tensor", "collective": "/update_weights_from_distributed"}
+LOADS = ("/update_weights_from_tensor", "/update_weights_from_distributed")  # of which the second fails
 CASES = [
-    ("ipc", "load", refuse, "bucket 1 of 9.*engine behind a proxy.*refused by the test"),
-    ("collective", "load", drop_reply, "bucket 1 of 9 within.*no reply from engine behind"),
+    ("ipc", LOADS[0], refuse, "bucket 1 of 9.*engine behind a proxy.*refused by the test"),
+    ("collective", LOADS[1], drop_reply, "bucket 1 of 9 within.*no reply from engine behind"),
     ("collective", "/init_weights_update_group", refuse, "building the process group.*refused by the test"),
     ("ipc", "/pause_generation", drop_reply, "pause.*engine behind a proxy: no reply within"),
     ("ipc", "/continue_generation", drop_reply, "resume within.*engine behind a proxy"),
 ]
 
 
-@pytest.mark.parametrize(("transport", "where", "rule", "message"), CASES)
+@pytest.mark.parametrize(("transport", "route", "rule", "message"), CASES)
 async def test_a_faulty_call_fails_the_sync_in_time_and_the_next_one_is_complete(
-    transport: str, where: str, rule: Rule, message: str, trainer: Any, engine: Any, proxied: Any, tmp_path: Path
+    transport: str, route: str, rule: Rule, message: str, trainer: Any, engine: Any, proxied: Any, tmp_path: Path
 ) -> None:
     await set_weights(trainer, 1)
     expected = await sync_directly(trainer, engine, tmp_path)
@@ -41,8 +41,7 @@ async def test_a_faulty_call_fails_the_sync_in_time_and_the_next_one_is_complete
     await sync_directly(trainer, engine, tmp_path)
     await set_weights(trainer, 1)
     proxy, faulty = proxied
-    route = LOAD[transport] if where == "load" else where
-    proxy.rules[route] = once(rule, at=1 if where == "load" else 0)
+    proxy.rules[route] = once(rule, at=1 if route in LOADS else 0)
     synchronizer = await make_synchronizer(
         transport, trainer, [faulty], tmp_path, bucket_mib=0.05, verify=Verify.never, timeout_s=TIMEOUT_S
     )
@@ -50,7 +49,7 @@ async def test_a_faulty_call_fails_the_sync_in_time_and_the_next_one_is_complete
     with pytest.raises(SyncError, match=message):
         await synchronizer.sync(1)
     assert time.monotonic() - began < TIMEOUT_S + 5
-    if where != "/continue_generation":
+    if route != "/continue_generation":
         assert "/continue_generation" not in proxy.seen  # it may hold weights of two policies
     report = await synchronizer.sync(2)
     assert report.group_reused == (transport == "ipc")

@@ -55,9 +55,8 @@ class Trainer:
 def probed(probe: EngineProbe, trainer: Trainer, *engines: Engine, version: int = 1) -> None:
     async def start_and_check() -> None:
         probe.start(version, cast(Any, engines))
-        if not probe.running:
-            return
-        await probe.check(cast(Any, trainer))
+        if probe.running:
+            await probe.check(cast(Any, trainer))
 
     asyncio.run(start_and_check())
 

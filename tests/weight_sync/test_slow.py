@@ -5,7 +5,6 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from tests.weight_sync.support import (
     TRANSPORTS,
     Weights,
     checksum,
+    killed,
     make_synchronizer,
     make_trainer,
     request,
@@ -36,17 +36,6 @@ PUSHES = 200
 WARM_UP = 20  # pushes after which nothing may grow
 GROWTH_MIB = 30
 TIMEOUT_S = 8.0
-
-
-@contextlib.contextmanager
-def killed(*actors: Any) -> Iterator[None]:
-    import ray
-
-    try:
-        yield
-    finally:
-        for actor in actors:
-            ray.kill(actor)
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from app.config.device import DeviceKind, Dtype
+from app.config.device import DeviceKind
 from app.config.weight_sync import TransportKind, WeightSyncConfig, transport_of
-from app.device import device_of
 from app.errors import EngineError, SyncError
 from app.trainer.throughput import StepProfiler
 from app.weight_sync.buckets import Bucket, ReadyBucket, TensorMeta
@@ -21,6 +20,7 @@ from app.weight_sync.transport.base import Deadline
 from app.weight_sync.transport.collective import BroadcastSender
 from app.weight_sync.transport.ipc import IpcSender
 from tests.refusals import refused
+from tests.weight_sync.support import rank_of
 
 AUTO, IPC, COLLECTIVE = TransportKind.auto, TransportKind.ipc, TransportKind.collective
 
@@ -70,15 +70,8 @@ def test_buffers_on_a_device_are_freed_after_each_sync_and_those_of_a_cpu_are_ke
 
         def send(self, index: int) -> None: ...
 
-    rank = SimpleNamespace(
-        rank=0,
-        torch_device=torch.device(device),
-        spec=SimpleNamespace(dtype=Dtype.bfloat16),
-        model=SimpleNamespace(causal_lm=torch.nn.Module(), checkpoint_names={}),
-        device=device_of(DeviceKind.cuda),
-        require_onloaded=lambda *_: None,
-        profiler=StepProfiler([], Path(), 0),
-    )
+    rank = rank_of(SimpleNamespace(causal_lm=torch.nn.Module(), checkpoint_names={}), kind=DeviceKind.cuda)
+    rank.torch_device, rank.profiler = torch.device(device), StepProfiler([], Path(), 0)
     sender = QuietSender(rank)
     bucket = Bucket((TensorMeta("weight", "bfloat16", (8,)),))
     sender.prepare([bucket, bucket, bucket], None, 1)
@@ -96,30 +89,23 @@ def test_buffers_on_a_device_are_freed_after_each_sync_and_those_of_a_cpu_are_ke
     sender.close()
 
 
-async def sleeping(seconds: float) -> None:
-    await asyncio.sleep(seconds)
-
-
 async def failing(seconds: float, error: Exception) -> None:
     await asyncio.sleep(seconds)
     raise error
 
 
 def wait(timeout_s: float, **work: Any) -> Any:
-    async def both() -> Any:
-        return await Deadline(5, timeout_s).gather("bucket 3 of 9", work)
-
-    return asyncio.run(both())
+    return asyncio.run(Deadline(5, timeout_s).gather("bucket 3 of 9", work))
 
 
 def test_a_missing_reply_is_named_when_the_deadline_passes() -> None:
     began = time.monotonic()
     with pytest.raises(SyncError, match=r"policy 5 .*bucket 3 of 9 .*weight_sync.timeout_s=0.2 s: .*one"):
-        wait(0.2, one=sleeping(9), two=sleeping(0))
+        wait(0.2, one=asyncio.sleep(9), two=asyncio.sleep(0))
     assert time.monotonic() - began < 2
 
 
 def test_the_first_failure_ends_the_wait_and_later_ones_are_named_too() -> None:
     dead, broken = EngineError("engine 1 was killed"), EngineError("connection closed")
     with pytest.raises(SyncError, match=r"bucket 3 of 9: two: .*three: "):
-        wait(60, one=sleeping(60), two=failing(0, broken), three=failing(0.1, dead))
+        wait(60, one=asyncio.sleep(60), two=failing(0, broken), three=failing(0.1, dead))

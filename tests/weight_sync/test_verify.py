@@ -30,9 +30,7 @@ class Engine:
             self.exports += 1
         checksums = {"model.norm.weight": self.loaded, "visual.norm.weight": f"undefined at {len(self.asked)}"}
         self.asked.append(body.get("skip_tensor_list", []))
-        kept = {
-            name: checksum for name, checksum in checksums.items() if not any(part in name for part in self.asked[-1])
-        }
+        kept = {name: value for name, value in checksums.items() if not any(part in name for part in self.asked[-1])}
         return {"ranks": [{"checksums": kept}]}
 
 

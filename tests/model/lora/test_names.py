@@ -1,4 +1,4 @@
-"""Adapters under the names and in the forms of PEFT and SGLang."""
+"""Adapters in the form of SGLang. The names of PEFT: tests/checkpoint/test_adapters.py."""
 
 from pathlib import Path
 
@@ -6,29 +6,18 @@ import torch
 
 from app.config.model import LoraConfig
 from app.model.load import load
-from app.model.lora.names import adapter_config, delta, pairs, served
-from app.model.policy import PolicyModel, named_trained_tensors
+from app.model.lora.names import delta, pairs, served
+from app.model.policy import named_trained_tensors
 from tests.model.lora.support import move
-from tests.model.support import save_qwen3, save_qwen35
+from tests.model.support import save_qwen35
 
 LORA = LoraConfig(rank=4, alpha=8.0)
 
 
-def adapted(path: Path) -> PolicyModel:
-    policy = load(path, mesh=None, device="cpu", lora=LORA)
-    move(policy)
-    return policy
-
-
-def test_qwen3_is_served_under_the_names_of_peft(tmp_path: Path) -> None:
-    policy = adapted(save_qwen3(tmp_path / "model"))
-    for name, tensor in named_trained_tensors(policy):
-        assert served(name, tensor, policy.config) == [(name, tensor)]
-
-
 def test_the_parts_of_a_fused_projection_add_the_rows_of_the_whole(tmp_path: Path) -> None:
     """SGLang merges in_proj_q, _k, _v and _z; the checkpoint has in_proj_qkv, of 16 + 16 + 32 rows, and in_proj_z."""
-    policy = adapted(save_qwen35(tmp_path / "model"))
+    policy = load(save_qwen35(tmp_path / "model"), mesh=None, device="cpu", lora=LORA)
+    move(policy)
     trained = dict(named_trained_tensors(policy))
     forms = [form for name, tensor in trained.items() for form in served(name, tensor, policy.config)]
     names = [name for name, _ in forms]
@@ -39,11 +28,3 @@ def test_the_parts_of_a_fused_projection_add_the_rows_of_the_whole(tmp_path: Pat
     assert [len(each) for each in rows] == [16, 16, 32]
     assert torch.equal(torch.cat(rows), delta(*whole[f"{layer}qkv"], LORA.scale))
     assert torch.equal(parts[f"{layer}z"][1], whole[f"{layer}z"][1])
-
-
-def test_peft_gets_the_names_of_the_adapted_layers(tmp_path: Path) -> None:
-    policy = adapted(save_qwen3(tmp_path / "model"))
-    config = adapter_config(LORA, dict(named_trained_tensors(policy)), "Qwen/Qwen3-4B")
-    layers = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
-    assert config["target_modules"] == layers
-    assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (4, 8.0, "Qwen/Qwen3-4B")

@@ -1,10 +1,7 @@
 """Trainer ranks with the random adapters of tests/rollout/adapters.py."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from app.config.weight_sync import WeightSyncConfig
 from app.model.lora.names import adapter_tensors
@@ -21,16 +18,13 @@ class RandomAdapters:
 
     def set(self, seed: int, size: float) -> None:
         """Whatever the number of ranks, the same adapters."""
+        from torch.distributed.tensor import DTensor, distribute_tensor
+
         for name, parameter in self.adapters.items():
-            parameter.data.copy_(distributed_like(parameter, noise(name, tuple(parameter.shape), seed, size)))
-
-
-def distributed_like(parameter: Any, full: torch.Tensor) -> Any:
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
-    if isinstance(parameter, DTensor):
-        return distribute_tensor(full, parameter.device_mesh, parameter.placements)
-    return full
+            full = noise(name, tuple(parameter.shape), seed, size)
+            if isinstance(parameter, DTensor):
+                full = distribute_tensor(full, parameter.device_mesh, parameter.placements)
+            parameter.data.copy_(full)
 
 
 async def adapter_trainer(model: Path, folder: Path, *, ranks: int = 1) -> Any:
@@ -44,15 +38,9 @@ async def set_adapters(trainer: Any, seed: int, size: float = SIZE) -> None:
     await trainer.call("random", RandomAdapters.set, seed=seed, size=size)
 
 
-async def adapter_synchronizer(
-    trainer: Any, engines: Sequence[Any], *, one_machine: bool = True, tensor_parallel: int = 1, timeout_s: float = 60.0
-) -> AdapterSynchronizer:
+async def adapter_synchronizer(trainer: Any, engines: list[Any], *, one_machine: bool = True) -> AdapterSynchronizer:
     synchronizer = AdapterSynchronizer(
-        trainer,
-        dict(enumerate(engines)),
-        WeightSyncConfig(timeout_s=timeout_s),
-        tensor_parallel=tensor_parallel,
-        one_machine=one_machine,
+        trainer, dict(enumerate(engines)), WeightSyncConfig(timeout_s=60.0), tensor_parallel=1, one_machine=one_machine
     )
     await synchronizer.prepare()
     return synchronizer

@@ -19,6 +19,7 @@ from tests.rollout.adapters import adapter_engine, logprobs_differ, merged
 from tests.rollout.support import HOT, in_flight, request, without_end
 from tests.waiting import until
 from tests.weight_sync.adapters.support import adapter_synchronizer, adapter_trainer, set_adapters
+from tests.weight_sync.support import killed
 
 ROUNDING = 5e-5
 ROUNDING_QWEN35 = 5e-5
@@ -40,12 +41,9 @@ def engine(engine_with_adapters: RemoteEngine) -> RemoteEngine:
 def trainer(
     request: pytest.FixtureRequest, ray_session: None, model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Any]:
-    import ray
-
     made = asyncio.run(adapter_trainer(model, tmp_path_factory.mktemp("trainer"), ranks=request.param))
-    yield made
-    for rank in made.ranks:
-        ray.kill(rank)
+    with killed(*made.ranks):
+        yield made
 
 
 @pytest.mark.parametrize(
@@ -81,24 +79,20 @@ async def test_every_version_is_served_as_it_is_trained_beside_requests_of_the_v
 @pytest.mark.timeout(900)
 async def test_adapters_of_linear_attention_are_served_as_they_are_trained(ray_session: None, tmp_path: Path) -> None:
     """Qwen3.5: the fused projection is served in its parts. Its engine rounds more: tests/rollout/test_qwen35.py."""
-    import ray
-
     model = locate(composed("model=tiny_qwen35").model)
-
     engine = adapter_engine(model, tmp_path, name="engine 0", disable_radix_cache=True)
     await engine.start(300)
     trainer = await adapter_trainer(model, tmp_path / "trainer", ranks=2)
     sampled = {}
-    for one_machine in (True, False):
-        synchronizer = await adapter_synchronizer(trainer, [engine], one_machine=one_machine)
-        for version in (1, 2):
-            await set_adapters(trainer, version, SMALL)
-            await synchronizer.sync(version)
-            sampled[one_machine, version] = await engine.generate(request(f"q/{version}{one_machine}@0"))
-        await synchronizer.close()
-    await engine.end()
-    for rank in trainer.ranks:
-        ray.kill(rank)
+    with killed(*trainer.ranks):
+        for one_machine in (True, False):
+            synchronizer = await adapter_synchronizer(trainer, [engine], one_machine=one_machine)
+            for version in (1, 2):
+                await set_adapters(trainer, version, SMALL)
+                await synchronizer.sync(version)
+                sampled[one_machine, version] = await engine.generate(request(f"q/{version}{one_machine}@0"))
+            await synchronizer.close()
+        await engine.end()
     for (_, version), completions in sampled.items():
         differences = [logprobs_differ(merged(model, seed, SMALL), request(), completions) for seed in (1, 2)]
         assert differences[version - 1] < ROUNDING_QWEN35
@@ -110,7 +104,6 @@ async def test_a_server_that_is_killed_in_mid_load_costs_nothing_but_the_retry(
     trainer: Any, engine: RemoteEngine, model: Path, tmp_path: Path
 ) -> None:
     """The survivor goes on under a complete adapter, and the replacement gets the same version."""
-
     doomed = adapter_engine(model, tmp_path, name="engine 1")
     info = await doomed.start(300)
     synchronizer = await adapter_synchronizer(trainer, [engine, doomed])
@@ -118,7 +111,7 @@ async def test_a_server_that_is_killed_in_mid_load_costs_nothing_but_the_retry(
     await synchronizer.sync(1)
 
     scheduler = next(
-        process for process in psutil.Process(info["pid"]).children(recursive=True) if "sched" in title(process)
+        each for each in psutil.Process(info["pid"]).children(recursive=True) if "sched" in " ".join(each.cmdline())
     )
     log = tmp_path / "engine_1.log"
     scheduler.suspend()  # the load does not return
@@ -144,10 +137,6 @@ async def test_a_server_that_is_killed_in_mid_load_costs_nothing_but_the_retry(
     for completions in sampled.values():
         assert {span.version for each in completions for span in each.spans} == {2}
         assert logprobs_differ(merged(model, 2), request(), completions) < ROUNDING
-
-
-def title(process: psutil.Process) -> str:
-    return " ".join(process.cmdline())
 
 
 def loads(log: Path) -> int:
