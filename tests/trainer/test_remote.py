@@ -57,6 +57,10 @@ class Garbage:
         return self.reference() is not None
 
 
+def parameters_of(path: Path) -> int:
+    return sum(tensor.numel() for file in path.glob("*.safetensors") for tensor in load_file(file).values())
+
+
 async def step(trainer: RemoteTrainer, version: int, groups: list[ScoredGroup]) -> StepReport:
     await trainer.begin_step(version=version)
     await trainer.add_groups(groups)
@@ -68,7 +72,7 @@ async def test_two_ranks_save_restore_and_end_a_call_that_one_of_them_failed(
     trainer: RemoteTrainer, path: Path, tmp_path: Path
 ) -> None:
     groups = scored_groups(4, shortest=2)
-    parameters = sum(tensor.numel() for file in path.glob("*.safetensors") for tensor in load_file(file).values())
+    parameters = parameters_of(path)
     await trainer.setup()
     assert await trainer.checkpoint_bytes() == 12 * parameters
     await trainer.attach("garbage", Garbage)
