@@ -151,7 +151,7 @@ def learning() -> str:
 
 def learning_real() -> str:
     runs = sorted(load("learning_real")["runs"], key=lambda run: run["overrides"])
-    steps = list(runs[0]["accuracies"])
+    steps = sorted({step for run in runs for step in run["accuracies"]}, key=int)
     table = header("run", *(f"step {step}" for step in steps), "minutes")
     for run in runs:
         shown = (run["accuracies"].get(step) for step in steps)
