@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from app.config.data import DataConfig, Template
-from app.data import build, rows
+from app.data import prompts, rows
 from app.data.demonstrations import DemonstrationStream, Demonstrator
 from app.errors import ConfigError
 from app.model.hf_directory import load_tokenizer, stop_ids
@@ -41,7 +41,7 @@ def demonstrator(tokenizer: Any, model: Path, config: DataConfig = CHAT, max_tok
 
 def prompts_of(config: DataConfig, file: str, tokenizer: Any) -> list[Prompt]:
     loaded = rows.load(replace(config, path=file, eval_path=file), replies=True)
-    return build.prompts_of(loaded.train, config, tokenizer)
+    return prompts.prompts_of(loaded.train, config, tokenizer)
 
 
 def imitated(sequence: TokenSequence, tokenizer: Any) -> list[str]:

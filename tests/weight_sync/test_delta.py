@@ -18,7 +18,7 @@ from app.rollout.engine.sglang_plugin import delta_loader as wire
 from app.rollout.engine.sglang_plugin.delta_loader import DeltaLoader
 from app.rollout.engine.sglang_plugin.delta_loader import positions as decoded_positions
 from app.rollout.engine.sglang_plugin.sparse_tensor import SparseTensor
-from app.weight_sync import snapshot as snapshots
+from app.weight_sync import shard_diff
 from app.weight_sync.buckets import Bucket, Receivers, TensorMeta, plan_buckets
 from app.weight_sync.delta import DeltaEncoder, encode_gaps, max_header_bytes
 from app.weight_sync.shard_diff import CPU_CHUNK, ShardSnapshot, diff_and_replace_all
@@ -273,7 +273,7 @@ def test_a_loader_that_computes_with_a_delta_is_refused() -> None:
 
 @pytest.mark.parametrize("items", [1, 3, 4, 1000, CPU_CHUNK, CPU_CHUNK + 1, 2 * CPU_CHUNK + 7])
 def test_changes_are_those_of_a_plain_comparison(items: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshots, "CPU_PART", CPU_CHUNK)  # the largest shard is compared by three threads
+    monkeypatch.setattr(shard_diff, "CPU_PART", CPU_CHUNK)  # the largest shard is compared by three threads
     generator = np.random.default_rng(items)
     shard = torch.from_numpy(generator.standard_normal(items).astype(np.float32))
     snapshot = ShardSnapshot(shard, torch.bfloat16, on_host=False)
