@@ -41,7 +41,6 @@ FOLDERS: dict[str, Callable[[], Path]] = {
 }
 PARTIAL = "placement=colocate placement.max_staleness=1"  # partial rollouts
 LORA = "model.lora.rank=16 trainer.lr=2e-4"
-LONG = "steps=30 stop.at_accuracy=0.99"
 REAL: dict[str, str] = {
     f"smollm2 {name} seed {seed}": f"experiment=cpu1_smollm2 model.path=SMOLLM2 {overrides} seed={seed}"
     for name, overrides in {
@@ -49,8 +48,8 @@ REAL: dict[str, str] = {
         "colocate lora": f"placement=colocate {LORA}",
         "fully_async full": ASYNC,
         "fully_async lora": f"{ASYNC} {LORA}",
-        "colocate long": f"placement=colocate {LONG}",
-        "partial long": f"{PARTIAL} {LONG}",
+        "partial full": PARTIAL,
+        "partial long": f"{PARTIAL} steps=30 stop.at_accuracy=0.99",
     }.items()
     for seed in (0, 1, 2)
 }

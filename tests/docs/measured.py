@@ -152,7 +152,7 @@ def learning() -> str:
 def to_accuracy() -> str:
     """Minutes and steps of the runs of TRL and ours, to the target and to the end."""
     result = load("to_accuracy")
-    table = header("run", f"minutes to {result['target']:.0%}", "minutes to the last step", "accuracy at steps 5, 10, 15")
+    table = header("run", f"minutes to {result['target']:.0%}", "minutes to the end", "accuracy at steps 5, 10, 15")
     for name, run in result["runs"].items():
         reached = next((f"{seconds / 60:.1f}" for _, seconds, found in run["curve"] if found >= result["target"]), "–")
         curve = ", ".join(f"{accuracy:.0%}" for _, _, accuracy in run["curve"][1:])
