@@ -43,7 +43,6 @@ def qwen35_9b() -> Any:
     rope = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
     text = {
         "rope_parameters": rope | {"mrope_interleaved": True, "mrope_section": [11, 11, 10]},
-        "full_attention_interval": 4,  # SGLang reads this, transformers the layers' types
         "tie_word_embeddings": False,
     }
     vision = {"out_hidden_size": 4096}
@@ -78,6 +77,9 @@ def save_random(folder: Path, config: Any) -> Path:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     if sees:  # SGLang makes the processor of images, also for text alone
+        saved = json.loads((folder / "config.json").read_text())
+        saved["text_config"]["full_attention_interval"] = 4  # SGLang reads this; transformers saves the layers' types
+        (folder / "config.json").write_text(json.dumps(saved))
         for name, processor in PROCESSORS.items():
             (folder / name).write_text(json.dumps(processor))
     return folder
