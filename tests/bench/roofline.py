@@ -36,7 +36,7 @@ CASES = {
     "rollout.tensor_parallel=1 algorithm.prompts_per_step=8 rollout.max_completion_tokens=1024 "
     "rollout.max_prompt_tokens=6 trainer.tokens_per_microbatch=8192 trainer.optimizer=sgd device.memory_gib=139.8",
 }
-H200_GB_PER_S = 4800.0  # NVIDIA's H200 datasheet
+MEMORY_GB_PER_S = {"card_run_h200.json": 4800.0}  # of cards other than the device's; NVIDIA's H200 datasheet
 # One way: half of NVLink's 900 (NVIDIA's H100 datasheet); a die's half of an Ascend 910C's 392 (arXiv 2506.12708).
 LINK_GB_PER_S = {DeviceKind.cuda: 450.0, DeviceKind.npu: 196.0}
 PARTS = LINEAR, OTHER, PRODUCTS, ATTENTION = "linear attention", "other kernels", "products", "attention"
@@ -88,11 +88,10 @@ def kernels_of(name: str, counts: Any, what: Checkpointing, tokens: int, sampled
     return moved, round(launched)
 
 
-def sheet(*overrides: str) -> dict[str, Any]:
+def sheet(*overrides: str, memory_gb_per_s: float | None) -> dict[str, Any]:
     config = composed(*overrides)
     device, model = device_of(config.device.kind), KNOWN[str(config.model.path)]
-    if (config.device.memory_gib or 0) > 100:
-        device = replace(device, memory_gb_per_s=H200_GB_PER_S)
+    device = replace(device, memory_gb_per_s=memory_gb_per_s or device.memory_gb_per_s)
     what = with_memory_settings(config, device, model).trainer.activation_checkpointing
     flags = engine_flags(config, device)
     engine = plan_memory(config, device, model, flags).engine
@@ -138,4 +137,5 @@ def sheet(*overrides: str) -> dict[str, Any]:
 
 if __name__ == "__main__":
     given, _ = Options(__doc__).parse()
-    publish({"what": "arithmetic", "cases": {name: sheet(*text.split()) for name, text in CASES.items()}}, given.out)
+    sheets = {name: sheet(*text.split(), memory_gb_per_s=MEMORY_GB_PER_S.get(name)) for name, text in CASES.items()}
+    publish({"what": "arithmetic", "cases": sheets}, given.out)

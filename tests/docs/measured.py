@@ -149,17 +149,6 @@ def learning() -> str:
     return "\n".join([*tables, prose(text)])
 
 
-def to_accuracy() -> str:
-    """Minutes and steps of the runs of TRL and ours, to the target and to the end."""
-    result = load("to_accuracy")
-    table = header("run", f"minutes to {result['target']:.0%}", "minutes to the end", "accuracy at steps 5, 10, 15")
-    for name, run in result["runs"].items():
-        reached = next((f"{seconds / 60:.1f}" for _, seconds, found in run["curve"] if found >= result["target"]), "–")
-        curve = ", ".join(f"{accuracy:.0%}" for _, _, accuracy in run["curve"][1:])
-        table += row(name, reached, f"{run['curve'][-1][1] / 60:.1f}", curve)
-    return table
-
-
 def learning_real() -> str:
     runs = sorted(load("learning_real")["runs"], key=lambda run: run["overrides"])
     steps = sorted({step for run in runs for step in run["accuracies"]}, key=int)
@@ -283,7 +272,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
         end_to_end,
         real_models,
         real_models_lora,
-        to_accuracy,
         learning,
         learning_real,
         gsm8k,

@@ -6,8 +6,9 @@
 Invariants:
 - Sampled tokens are never tokenized again: `following` returns tokens to append, or None where the template would
   rewrite what stands in the sequence, and then a new sequence begins.
-- `chat.py` keeps earlier reasoning or lets the template drop it (`environment.thinking`).
 - Importing this package imports the standard library only; no renderer imports torch or transformers.
+
+`environment.thinking` acts in `chat.py`.
 """
 
 import json
