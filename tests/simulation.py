@@ -38,7 +38,7 @@ from app.recovery.retrying_sync import RetryingWeightSync
 from app.reward.scorer import Scorer
 from app.rollout.engine.pool import EnginePool
 from app.rollout.episodes import EpisodeLimits, Episodes
-from app.rollout.episodes.player import episode_failures
+from app.rollout.episodes.episode_group import episode_failures
 from app.rollout.rollouter import Rollouter
 from app.tracking.run_folder.timeline import Timeline
 from app.types import (

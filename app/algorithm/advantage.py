@@ -1,16 +1,23 @@
-"""Group-relative advantages (GRPO) from rewards shaped by soft overlong punishment (DAPO).
+"""Group-relative advantages (GRPO), and what a teacher takes off them.
 
 Invariants:
 - Raw rewards are never modified; shaping returns a new array.
 - Dynamic sampling filters on raw rewards. Shaped rewards would hide that all answers of a group are right or all wrong.
 """
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
+from app.algorithm.overlong import shaped_rewards
 from app.config.algorithm import AlgorithmConfig
+from app.config.teacher import TeacherConfig
 from app.errors import RunError
-from app.types import Group, ScoredGroup, Trajectory
+from app.types import Group, ScoredGroup
 from app.utils.user_code import resolve
+
+if TYPE_CHECKING:  # the driver computes advantages without torch
+    from torch import Tensor
 
 STD_EPSILON = 1e-6
 
@@ -80,28 +87,11 @@ def maxrl(rewards: np.ndarray) -> np.ndarray:
     return (rewards - rewards.mean()) / rewards.mean()
 
 
-def shaped_rewards(group: Group, config: AlgorithmConfig, *, max_completion_tokens: int) -> np.ndarray:
-    """Return raw rewards plus the overlong punishment of each trajectory: [G] float64, a new array."""
-    buffer = config.overlong_buffer_tokens(max_completion_tokens)
-    punishments = [
-        overlong_punishment(trajectory.response_tokens, limit=max_completion_tokens, buffer=buffer)
-        for trajectory in group.trajectories
-    ]
-    return group.rewards + config.overlong_penalty * np.array(punishments, dtype=np.float64)
+def teacher_penalty(logprobs: "Tensor", teacher_logprobs: "Tensor", teacher: TeacherConfig) -> "Tensor":
+    """λ · clip(log π − log π_teacher) of each token [N], detached, which is taken off its advantage.
 
-
-def overlong_punishment(tokens: int, *, limit: int, buffer: int) -> float:
-    """Soft overlong punishment (DAPO, arXiv 2503.14476, eq. 13): 0 up to `limit − buffer` tokens, −1 at `limit`.
-
-    >>> [overlong_punishment(tokens, limit=16, buffer=4) for tokens in (12, 13, 16, 17)]
-    [0.0, -0.25, -1.0, -1.0]
+    On tokens sampled from π its expected gradient is that of the reverse KL of each token's distribution,
+    KL(π ‖ π_teacher).
     """
-    excess = tokens - (limit - buffer)
-    if buffer == 0 or excess <= 0:
-        return 0.0
-    return -min(excess / buffer, 1.0)
-
-
-def contributes_gradient(trajectory: Trajectory, *, mask_truncated: bool) -> bool:
-    """False for a truncated trajectory under `mask_truncated` (DAPO's overlong filtering, section 3.4)."""
-    return not (mask_truncated and trajectory.truncated)
+    difference = logprobs.detach() - teacher_logprobs
+    return teacher.coefficient * difference.clamp(-teacher.clip, teacher.clip)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from app.algorithm.advantage import teacher_penalty
 from app.config.algorithm import AlgorithmConfig
 from app.config.teacher import TeacherConfig
 from app.utils.user_code import resolve
@@ -41,16 +42,11 @@ class TokenBatch:
 
     @property
     def token_advantages(self) -> Tensor:
-        """Advantages [N]: those of the sequences, minus λ · clip(log π − log π_teacher) of the token, detached.
-
-        On tokens sampled from π the expected gradient of the last term is that of the reverse KL of each token's
-        distribution, KL(π ‖ π_teacher).
-        """
+        """Advantages [N]: those of the sequences, minus the teacher's penalty of the token."""
         advantages = self.advantages[self.sequence]
         if self.teacher_logprobs is None:
             return advantages
-        difference = self.logprobs.detach() - self.teacher_logprobs
-        return advantages - self.teacher.coefficient * difference.clamp(-self.teacher.clip, self.teacher.clip)
+        return advantages - teacher_penalty(self.logprobs, self.teacher_logprobs, self.teacher)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -156,7 +156,7 @@ def _launch(parent: int, arguments: Sequence[str], environment: Mapping[str, str
     import setproctitle
     import torch
 
-    from app.rollout.engine import launcher
+    from app.rollout.engine import server_main
 
     # The first variable must never change: see `Server.start`.
     kept = {PARENT_VARIABLE}
@@ -167,10 +167,10 @@ def _launch(parent: int, arguments: Sequence[str], environment: Mapping[str, str
     if OMP_THREADS in environment:  # read by torch when it was imported
         torch.set_num_threads(int(environment[OMP_THREADS]))
 
-    command = module_command(launcher.__name__)
+    command = module_command(server_main.__name__)
     setproctitle.setproctitle(" ".join([*command, *arguments]))
-    sys.argv = [launcher.__name__, *arguments]
-    launcher.main(parent)
+    sys.argv = [server_main.__name__, *arguments]
+    server_main.main(parent)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from app.environment.rendering.tokenizer_file import TokenizerFile, read_json
 from app.environment.rendering.tokenizer_file import stop_ids as stop_ids  # for those who load a model
 from app.errors import ConfigError, expect, one_line
 from app.model.lora.base_weights import fingerprint, weight_map
-from app.utils.hub import cached_file, hub_client
+from app.utils.hub import cached_file, download_model
 
 CONFIG = "config.json"
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")  # at least one is required
@@ -36,7 +36,6 @@ SHAPES = (
     "head_dim",
     "tie_word_embeddings",
 )
-HUB_FILES = ["*.json", "*.jinja", "*.safetensors", "*.model", "*.txt", "*.py", "README.md", "LICENSE*"]
 
 
 def locate(config: ModelConfig) -> Path:
@@ -47,7 +46,7 @@ def locate(config: ModelConfig) -> Path:
     """
     given = str(config.path)
     local = config.local
-    folder = local.absolute() if local.exists() or is_path(given) else _download(given, config.revision)
+    folder = local.absolute() if local.exists() or is_path(given) else download_model(given, config.revision)
     require_complete(folder, given)
     return folder
 
@@ -146,30 +145,6 @@ def _text_config(path: Path) -> dict[str, Any]:
 def is_path(path: str) -> bool:
     """Whether this can only be a path: a hub id is `name` or `owner/name`."""
     return path.startswith(("/", "./", "../", "~")) or path.count("/") > 1
-
-
-def _download(hub_id: str, revision: str | None) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    with hub_client() as online:
-        try:
-            folder = snapshot_download(
-                hub_id,
-                revision=revision,
-                allow_patterns=HUB_FILES,
-                ignore_patterns=["consolidated*", "original/*"],  # the same weights under other names
-                local_files_only=not online,
-            )
-            return Path(folder)
-        except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-            pinned = f" with model.revision={revision}" if revision is not None else ""
-            why = one_line(error).rstrip(".")
-            accepted = f"a directory that exists or the id of a hub model that can be reached from here ({why})"
-            if not online:
-                accepted = "a directory that exists: the hub cannot be reached from here, and its cache does not hold "
-                accepted += "this model; download it where there is a network"
-            raise ConfigError("model.path", f"{hub_id}{pinned}", accepted) from error
 
 
 def require_complete(folder: Path, given: str) -> None:

@@ -15,9 +15,8 @@ The order of the steps is TorchTitan's.
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,32 +25,22 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import CheckpointPolicy
 
 from app.config.model import LoraConfig
 from app.config.trainer import Checkpointing
 from app.device.torchvision_shim import transformers
 from app.errors import ConfigError, expect, one_line
-from app.model.attention import PACKED, kept_operators, recomputing, register_packed, working_kernels
+from app.model.attention import PACKED, register_packed, working_kernels
 from app.model.hf_checkpoint import Checkpoint, match, open_checkpoint
 from app.model.kernels import CPU_KERNELS, Kernels
 from app.model.lora.layer import add_adapters, initialize, is_adapter, start_from
 from app.model.lora.names import adapter_tensors
-from app.model.parallelize import parallelize
+from app.model.parallelize import parallelize, recompute
 from app.model.policy import FLOAT32_PARAMETERS, PolicyModel
 from app.model.sharding import own_rows
 
 DROPOUT_FIELD = re.compile(r"dropout|pdrop|layerdrop|drop_rate")
 DROPOUT_MODULES = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-# Parts of the names of operators whose results a recomputed layer keeps: attention's by SDPA, by torch's varlen
-# kernels (also under FlashAttention 3 and 4), and on NPUs. Kernels of Triton are no operators.
-ATTENTION = ("scaled_dot_product", "varlen_attn", "fusion_attention")
-KEPT: dict[Checkpointing, tuple[str, ...]] = {
-    Checkpointing.matmuls: (*ATTENTION, "aten.mm.", "aten.addmm.", "aten.linear."),
-    Checkpointing.attention: ATTENTION,
-    Checkpointing.all: (),
-    Checkpointing.auto: (),
-}
 Owners = list[tuple[nn.Module, str]]  # (module, name of the parameter in it)
 
 
@@ -92,14 +81,8 @@ def load(
     _widen_decays(causal_lm)
     if lora is not None and adapted:
         add_adapters(causal_lm, lora)
-    if activation_checkpointing is not Checkpointing.none:
-        # Without dropout no layer of transformers draws random numbers; code from elsewhere may.
-        options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": trust_remote_code}
-        if kept := KEPT[activation_checkpointing]:
-            options["context_fn"] = partial(recomputing, partial(_keep, kept))
-        if activation_checkpointing is Checkpointing.matmuls:
-            _keep_products(causal_lm.get_decoder().layers)
-        causal_lm.gradient_checkpointing_enable(options)
+    # Without dropout no layer of transformers draws random numbers; code from elsewhere may.
+    recompute(causal_lm, activation_checkpointing, preserve_rng_state=trust_remote_code)
     owners = _owners(causal_lm)
     if kernels.linear is not None and torch.device(device).type != "cpu":
         tried = working_kernels(kernels.linear, causal_lm.get_decoder(), device, compute_dtype)
@@ -121,28 +104,6 @@ def load(
         start_from(dict(adapter_tensors(policy)), Path(lora.path).expanduser())
     _compute_buffers(causal_lm)
     return policy
-
-
-def _keep(kept: Sequence[str], _context: object, operator: object, *_: object, **__: object) -> CheckpointPolicy:
-    saves = any(name in str(operator) for name in kept)
-    return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def _keep_products(layers: nn.Module) -> None:
-    """Let the linear modules of layers compute where results are kept."""
-
-    def keeping(forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        def kept(hidden: Tensor) -> Tensor:
-            if torch.compiler.is_compiling():  # as part of an MLP
-                return forward(hidden)
-            with kept_operators():
-                return forward(hidden)
-
-        return kept
-
-    linears: list[Any] = [module for module in layers.modules() if isinstance(module, nn.Linear)]
-    for linear in linears:
-        linear.forward = keeping(linear.forward)
 
 
 def reload(policy: PolicyModel, path: Path) -> None:

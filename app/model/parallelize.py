@@ -1,4 +1,4 @@
-"""Apply FSDP2 to a policy: one FSDP group per decoder layer, one for each end of the model, and one for the root.
+"""Recomputation, replicas and FSDP2 of a policy: one FSDP group for each layer, each end of the model, and the root.
 
     embedding     gathered for its forward pass only: its backward pass reads no weight
     layer group   all parameters of a layer, gathered for its forward and backward pass
@@ -13,13 +13,77 @@ Adapters are in the group of the layer that they adapt. A group may hold a froze
 FSDP2 asks for one dtype of the trained parameters alone (at the first forward), and casts each when it gathers it.
 """
 
-import torch
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import CheckpointPolicy
+
+from app.config.trainer import Checkpointing
 from app.errors import TrainerError
+from app.model.attention import kept_operators, recomputing
 from app.model.policy import FLOAT32_PARAMETERS, PolicyModel
+
+# Parts of the names of operators whose results a recomputed layer keeps: attention's by SDPA, by torch's varlen
+# kernels (also under FlashAttention 3 and 4), and on NPUs. Kernels of Triton are no operators.
+ATTENTION = ("scaled_dot_product", "varlen_attn", "fusion_attention")
+KEPT: dict[Checkpointing, tuple[str, ...]] = {
+    Checkpointing.matmuls: (*ATTENTION, "aten.mm.", "aten.addmm.", "aten.linear."),
+    Checkpointing.attention: ATTENTION,
+    Checkpointing.all: (),
+    Checkpointing.auto: (),
+}
+
+
+def recompute(causal_lm: Any, what: Checkpointing, *, preserve_rng_state: bool) -> None:
+    """Let the backward pass recompute this much of each layer; `auto`, which the plan decides for a run, is `all`."""
+    if what is Checkpointing.none:
+        return
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": preserve_rng_state}
+    if kept := KEPT[what]:
+        options["context_fn"] = partial(recomputing, partial(_keep, kept))
+    if what is Checkpointing.matmuls:
+        _keep_products(causal_lm.get_decoder().layers)
+    causal_lm.gradient_checkpointing_enable(options)
+
+
+def _keep(kept: Sequence[str], _context: object, operator: object, *_: object, **__: object) -> CheckpointPolicy:
+    saves = any(name in str(operator) for name in kept)
+    return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _keep_products(layers: nn.Module) -> None:
+    """Let the linear modules of layers compute where results are kept."""
+
+    def keeping(forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        def kept(hidden: Tensor) -> Tensor:
+            if torch.compiler.is_compiling():  # as part of an MLP
+                return forward(hidden)
+            with kept_operators():
+                return forward(hidden)
+
+        return kept
+
+    linears: list[Any] = [module for module in layers.modules() if isinstance(module, nn.Linear)]
+    for linear in linears:
+        linear.forward = keeping(linear.forward)
+
+
+def replica_mesh(device_type: str, ranks: int, replicas: int) -> tuple[DeviceMesh, dist.ProcessGroup | None]:
+    """Return the mesh of the consecutive ranks of this rank's replica, and the group of those that hold its rows.
+
+    The group is None if there is one replica, whose mesh is that of all ranks. A collective.
+    """
+    if replicas == 1:
+        return init_device_mesh(device_type, (ranks,)), None
+    shape = (replicas, ranks // replicas)
+    mesh = init_device_mesh(device_type, shape, mesh_dim_names=("replicas", "shards"))
+    return mesh["shards"], mesh["replicas"].get_group()
 
 
 def parallelize(policy: PolicyModel, mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:

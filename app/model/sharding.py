@@ -2,7 +2,6 @@
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 
@@ -14,18 +13,6 @@ def full_tensor(parameter: Tensor) -> Tensor:
 def local_shard(parameter: Tensor) -> Tensor:
     """Return this rank's rows of a sharded parameter, or a plain one as it is."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
-
-
-def replica_mesh(device_type: str, ranks: int, replicas: int) -> tuple[DeviceMesh, dist.ProcessGroup | None]:
-    """Return the mesh of the consecutive ranks of this rank's replica, and the group of those that hold its rows.
-
-    The group is None if there is one replica, whose mesh is that of all ranks. A collective.
-    """
-    if replicas == 1:
-        return init_device_mesh(device_type, (ranks,)), None
-    shape = (replicas, ranks // replicas)
-    mesh = init_device_mesh(device_type, shape, mesh_dim_names=("replicas", "shards"))
-    return mesh["shards"], mesh["replicas"].get_group()
 
 
 def replicas(parameter: Tensor) -> int:

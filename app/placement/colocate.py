@@ -15,6 +15,7 @@ from app.algorithm.filter import RolloutCounts
 from app.placement.context import RunContext
 from app.placement.controller import PlacementController
 from app.placement.producer import Producer
+from app.rollout.requests import sampling_of
 from app.types import Group, ScoredGroup
 
 
@@ -92,7 +93,7 @@ class Colocate(PlacementController):
         return await context.rollouter.groups(
             context.cursor.take(count),
             size=self.config.algorithm.group_size,
-            sampling=context.sampling,
+            sampling=sampling_of(context.config.rollout),
             version=self.version,
             limit=context.concurrency.groups,
         )

@@ -16,7 +16,7 @@ from app.recovery.retrying_sync import RetryingWeightSync
 from app.rollout.engine.pool import EnginePool
 from app.rollout.rollouter import Rollouter
 from app.tracking.recorder import RunFolderRecorder
-from app.types import Prompt, Sampling
+from app.types import Prompt
 from app.weight_sync.probe import EngineProbe
 
 if TYPE_CHECKING:
@@ -44,10 +44,3 @@ class RunContext:
     model: Mapping[str, Any]  # `identity` of the source checkpoint
     demonstrator: "Demonstrator | None" = None  # of a supervised run
     demonstrations: "DemonstrationStream | None" = None  # imitated beside the rewards
-
-    @property
-    def sampling(self) -> Sampling:
-        """Sampling parameters of training rollouts."""
-        rollout = self.config.rollout
-        limit = rollout.max_completion_tokens
-        return Sampling(rollout.temperature, rollout.top_p, limit, stop=tuple(rollout.stop))

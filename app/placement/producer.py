@@ -21,7 +21,7 @@ from app.algorithm.filter import RolloutCounts
 from app.placement.buffer import GroupBuffer
 from app.placement.context import RunContext
 from app.placement.staleness import StalenessManager
-from app.rollout.requests import Aborted
+from app.rollout.requests import Aborted, sampling_of
 from app.types import Group, Prompt
 from app.utils.tasks import root_cause
 
@@ -161,7 +161,7 @@ class Producer:
             group = await self.context.rollouter.group(
                 prompt,
                 size=size,
-                sampling=self.context.sampling,
+                sampling=sampling_of(self.context.config.rollout),
                 version=lambda: self.staleness.version,
                 on_sent=lambda: self.running.update({prompt.id: self.staleness.version}),  # also when sent again
             )

@@ -1,4 +1,4 @@
-"""Sends requests to engines until they are answered.
+"""How completions are sampled, and sending requests to engines until they are answered.
 
 A request whose engine is lost, or that an engine refuses or aborts by itself, is sent again with exponential backoff,
 up to `recovery.max_engine_failures` times.
@@ -10,11 +10,12 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 
 from app.config.recovery import RecoveryConfig
+from app.config.rollout import RolloutConfig
 from app.errors import EngineError, EngineLost
 from app.protocols import RolloutEngine
 from app.rollout.engine.client import ConnectionLost
 from app.tracking.run_folder.timeline import Timeline
-from app.types import Completion, FinishReason, GroupRequest
+from app.types import Completion, FinishReason, GroupRequest, Sampling
 
 RETRY_DELAY_S = 0.25  # before a request is sent again; doubled each time
 MAX_DOUBLINGS = 7
@@ -77,3 +78,8 @@ class Requests:
 
             self.in_flight[request.prompt_id] = "waiting to be sent again"
             await asyncio.sleep(RETRY_DELAY_S * 2 ** min(failed - 1, MAX_DOUBLINGS))
+
+
+def sampling_of(rollout: RolloutConfig) -> Sampling:
+    """Return how completions are sampled in training."""
+    return Sampling(rollout.temperature, rollout.top_p, rollout.max_completion_tokens, stop=tuple(rollout.stop))

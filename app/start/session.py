@@ -5,6 +5,7 @@ weight sync) are restarted when the trainer is lost.
 """
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass
@@ -15,12 +16,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 import ray
 
 from app.checkpoint.run_state import read_state
-from app.cluster.actors import EngineFactory, make_trainer
 from app.cluster.connect import connect, count_nodes
-from app.cluster.placement_group import reserve
+from app.cluster.engine_factory import EngineFactory, threads_of
+from app.cluster.placement_group import DevicePlacement, reserve
 from app.config import Mode, RunConfig
+from app.config.offload import OptimizerOffload
 from app.config.placement import PlacementKind
+from app.config.weight_sync import TransportKind, transport_of
 from app.device import Device
+from app.device.process_environment import EXPANDABLE, expandable_segments_off
 from app.environment.pool import EnvironmentPool
 from app.offload import make_offload
 from app.placement.time_sharing import TimeSharing
@@ -34,7 +38,7 @@ from app.start.environments import worker_spec
 from app.start.inputs import RunInputs
 from app.tracking.number_format import plural
 from app.tracking.run_folder.timeline import Timeline
-from app.trainer.rank import OFFLOAD
+from app.trainer.rank import CONCURRENCY_GROUPS, OFFLOAD, RankSpec, TrainerRank
 from app.trainer.remote import RemoteTrainer
 from app.types import EngineStart, TrainerMemory
 from app.utils.ray_calls import keep_ray_logs
@@ -259,3 +263,52 @@ async def _set_up(device: Device, trainer: RemoteTrainer, workers: RolloutWorker
 
 async def _end_engines(pool: EnginePool) -> None:
     await asyncio.gather(*(engine.end() for engine in pool.engines))
+
+
+def allocator_environment(config: RunConfig, device: Device) -> dict[str, str]:
+    """Return the allocator's options of a rank: no expandable segments where engines map its buffers.
+
+    Such memory is passed on as a file descriptor, which most containers forbid between unrelated processes. Elsewhere
+    some devices use expandable segments, unless the user's environment has options of its own.
+    """
+    transport = transport_of(config.weight_sync, shared_devices=config.shared_devices, device=device.kind)
+    if transport is TransportKind.ipc:
+        return {name: expandable_segments_off(os.environ.get(name, "")) for name in device.allocator_variables}
+    if device.expandable_segments and not any(name in os.environ for name in device.allocator_variables):
+        return {device.allocator_variables[0]: f"{EXPANDABLE}:True"}
+    return {}
+
+
+def make_trainer(
+    config: RunConfig, device: Device, model_path: Path, run_folder: Path, placement: DevicePlacement
+) -> RemoteTrainer:
+    """Create the trainer's ranks, without setting them up."""
+    ranks = config.placement.trainer_ranks
+    # of defaults, the user's own value wins
+    defaults = {name: os.environ.get(name, value) for name, value in device.trainer_defaults.items()}
+    spec = RankSpec(
+        device=config.device.kind,
+        dtype=config.device.dtype,
+        model_path=model_path,
+        trust_remote_code=config.model.trust_remote_code,
+        trainer=config.trainer,
+        run_updates=config.optimizer_updates,
+        algorithm=config.algorithm,
+        correction=config.correction,
+        temperature=config.rollout.temperature,
+        max_completion_tokens=config.rollout.max_completion_tokens,
+        reference=config.algorithm.needs_reference,
+        ranks=ranks,
+        threads=threads_of(config, ranks),
+        seed=config.seed,
+        logs=run_folder / "logs",
+        profile_steps=tuple(config.trainer.profile_steps),
+        moments_on_host=config.offload.optimizer is OptimizerOffload.update and device.shares_memory,
+        lora=config.model.lora,
+        teacher=config.teacher,
+        environment={**defaults, **device.trainer_env, **allocator_environment(config, device)},
+    )
+
+    make = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(TrainerRank)  # type: ignore[call-overload]  # missing in Ray's stubs
+    actors = [make.options(**placement.rank_options(rank)).remote(spec, rank) for rank in range(ranks)]
+    return RemoteTrainer(actors, timeout_s=config.trainer.timeout_s, logs=run_folder / "logs")

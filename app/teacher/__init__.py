@@ -7,8 +7,8 @@ Invariants:
 - A sequence is scored by one request, however many turns it has, at temperature 1: SGLang applies none to given tokens.
 - Every request has the deadline `teacher.timeout_s`. A failed one is sent again to the next server, with exponential
   backoff, at most 5 times; then the run ends with the last error.
-- The engine of `teacher.path` is made (`app/cluster/actors.py`), started (`app/start/session.py`), restarted and ended
-  as the engines of the policy are. Its requests wait meanwhile, within their deadline.
+- The engine of `teacher.path` is made (`app/cluster/engine_factory.py`), started (`app/start/session.py`), restarted
+  and ended as the engines of the policy are. Its requests wait meanwhile, within their deadline.
 """
 
 import asyncio

@@ -33,8 +33,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from app.errors import CheckpointError, one_line
+from app.model.parallelize import replica_mesh
 from app.model.policy import PolicyModel, named_trained_tensors
-from app.model.sharding import local_shard, replica_mesh, replicas
+from app.model.sharding import local_shard, replicas
 from app.trainer.host_state import HostCopier, read_rng, write_rng
 from app.trainer.optimizer import PolicyOptimizer
 from app.utils.files import ChecksumWriter

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from app.algorithm.advantage import contributes_gradient
+from app.algorithm.overlong import contributes_gradient
 from app.model.packing import Packing, to_device
 from app.trainer.throughput import Cost
 from app.types import ScoredGroup, TokenSequence

@@ -201,7 +201,7 @@ class TrainerRank:
         define_operators()
         from app.model.kernels import kernels_of
         from app.model.load import load
-        from app.model.sharding import replica_mesh
+        from app.model.parallelize import replica_mesh
 
         mesh, self.replica_group = replica_mesh(self.device.torch_type, self.spec.ranks, self.spec.trainer.replicas)
         compute_dtype = getattr(torch, self.spec.dtype.name)
@@ -232,8 +232,8 @@ class TrainerRank:
         from app.trainer.checkpoint_state import RankState
         from app.trainer.host_state import HostTensors
         from app.trainer.optimizer import PolicyOptimizer
+        from app.trainer.profiler import StepProfiler
         from app.trainer.step import TrainStep
-        from app.trainer.throughput import StepProfiler
 
         spec = self.spec
         self.optimizer = PolicyOptimizer(

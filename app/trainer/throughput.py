@@ -1,4 +1,4 @@
-"""Training speed of a step: seconds by phase, tokens per second, model FLOPs utilization (MFU), profiler traces.
+"""Training speed of a step: seconds by phase, tokens per second, model FLOPs utilization (MFU).
 
 MFU as in PaLM (arXiv 2204.02311, appendix B): the FLOPs that a step needs over what the devices could have computed in
 the same time. It needs forward and backward of the policy, and one forward each for π_old and for the reference, where
@@ -10,12 +10,10 @@ counted.
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 from app.model.lora.layer import is_adapter
 from app.model.policy import LINEAR_ATTENTION, PolicyModel
@@ -124,38 +122,3 @@ def throughput_metrics(
     if peak_flops is not None and total > 0:
         metrics["trainer/mfu"] = flops / (total * ranks * peak_flops)
     return metrics
-
-
-class StepProfiler:
-    """Profiles from `begin` of the chosen steps to the end of their weight sync. Does nothing in other steps."""
-
-    def __init__(self, steps: Sequence[int], folder: Path, rank: int):
-        self.steps = frozenset(steps)
-        self.folder = folder
-        self.rank = rank
-        self._step = 0
-        self._profile: profile | None = None
-
-    def begin(self, step: int) -> None:
-        self.finish()  # a step without a sync
-        self._step = step
-        if step in self.steps:
-            # Includes the accelerator's activities if this torch supports them.
-            supported = torch.profiler.supported_activities()
-            activities = [activity for activity in ProfilerActivity.__members__.values() if activity in supported]
-            self._profile = profile(activities=activities)
-            self._profile.start()
-
-    def finish(self) -> None:
-        """Write `profile/step_N_rank_R.json`, a Chrome trace."""
-        finished = self.abort()
-        if finished is not None:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            finished.export_chrome_trace(str(self.folder / f"step_{self._step}_rank_{self.rank}.json"))
-
-    def abort(self) -> profile | None:
-        """Stop without a trace, and return what was recorded."""
-        stopped, self._profile = self._profile, None
-        if stopped is not None:
-            stopped.stop()
-        return stopped

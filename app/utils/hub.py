@@ -7,8 +7,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from app.errors import ConfigError, one_line
+
 PROBE_TIMEOUT_S = 5.0
 LIBRARIES = ("huggingface_hub", "datasets")  # log each retry of each file, twice: also to a handler of their own
+HUB_FILES = ["*.json", "*.jinja", "*.safetensors", "*.model", "*.txt", "*.py", "README.md", "LICENSE*"]
 
 
 @contextmanager
@@ -47,6 +50,31 @@ def cached_file(hub_id: str, name: str, revision: str | None) -> Path | None:
     except HFValidationError:  # a path
         return None
     return Path(found) if isinstance(found, str) else None
+
+
+def download_model(hub_id: str, revision: str | None) -> Path:
+    """Return the directory of a hub model, downloaded or in the cache. Raises `ConfigError` with `model.path`."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    with hub_client() as online:
+        try:
+            folder = snapshot_download(
+                hub_id,
+                revision=revision,
+                allow_patterns=HUB_FILES,
+                ignore_patterns=["consolidated*", "original/*"],  # the same weights under other names
+                local_files_only=not online,
+            )
+            return Path(folder)
+        except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+            pinned = f" with model.revision={revision}" if revision is not None else ""
+            why = one_line(error).rstrip(".")
+            accepted = f"a directory that exists or the id of a hub model that can be reached from here ({why})"
+            if not online:
+                accepted = "a directory that exists: the hub cannot be reached from here, and its cache does not hold "
+                accepted += "this model; download it where there is a network"
+            raise ConfigError("model.path", f"{hub_id}{pinned}", accepted) from error
 
 
 def _answers() -> bool:

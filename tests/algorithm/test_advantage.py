@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.algorithm.advantage import contributes_gradient, overlong_punishment, score, shaped_rewards
+from app.algorithm.advantage import score
 from app.algorithm.filter import has_reward_variance
+from app.algorithm.overlong import contributes_gradient, overlong_punishment, shaped_rewards
 from app.config.algorithm import AlgorithmConfig
 from app.errors import RunError
 

@@ -36,7 +36,7 @@ async def test_a_forked_server_has_its_own_arguments_environment_log_and_process
     for server in servers:
         process = psutil.Process(server.pid)
         assert os.getpgid(server.pid) == server.pid
-        await asyncio.to_thread(until, partial(_runs, process, "app.rollout.engine.launcher"), 60)
+        await asyncio.to_thread(until, partial(_runs, process, "app.rollout.engine.server_main"), 60)
         assert os.readlink(f"/proc/{server.pid}/fd/1") == str(server.spec.log)
         assert server.spec.key not in " ".join(process.cmdline())
     assert process_parent(servers[0]) == process_parent(servers[1])  # one process imported SGLang for both

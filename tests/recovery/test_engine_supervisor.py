@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 
 from app.config.placement import PlacementKind
 from app.errors import EngineError, EngineLost, RunError
-from app.mode.train import CONTROLLERS, save_last_step
+from app.mode.train import CONTROLLERS
 from app.placement.controller import PlacementController
 from app.placement.fully_async import FullyAsync
+from app.placement.last_step import save_last_step
+from app.rollout.requests import sampling_of
 from app.types import GroupRequest, InFlight, MemoryUse, TrainerMemory
 from tests.simulation import BOTH, SimEngine, World, config, long_tailed, now, play, virtual, without_threads
 
@@ -68,7 +70,7 @@ async def test_a_replacement_is_not_taken_for_the_engine_that_a_failed_sync_find
     context = world.context()
     dead, busy = world.engines
     async with asyncio.timeout(1000), context.supervisor.monitor():
-        request = GroupRequest("sim/0", np.arange(3, dtype=np.int32), 2, context.sampling, 0)
+        request = GroupRequest("sim/0", np.arange(3, dtype=np.int32), 2, sampling_of(context.config.rollout), 0)
         draining = asyncio.create_task(busy.generate(request))
         await asyncio.sleep(0.1)
         syncing = asyncio.create_task(context.weight_sync.sync(1))
@@ -270,8 +272,9 @@ async def test_an_engine_that_does_not_abort_is_lost_after_a_deadline_and_holds_
 
     context = world.context()
     setattr(world.engines[0], deaf, silent)
+    sampling = sampling_of(context.config.rollout)
     groups = [
-        asyncio.create_task(context.rollouter.group(p, size=2, sampling=context.sampling, version=lambda: 0))
+        asyncio.create_task(context.rollouter.group(p, size=2, sampling=sampling, version=lambda: 0))
         for p in world.cursor.take(4)
     ]
     await asyncio.sleep(1)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from app.cluster.actors import cores_of_ranks
+from app.cluster.engine_factory import cores_of_ranks
 from app.config.device import Dtype
 from app.config.weight_sync import SyncMode, Verify
 from app.rollout.engine.sglang_plugin.patches import TRANSPOSED, refresh_convolutions

@@ -14,7 +14,7 @@ from app.environment.protocol import EpisodeOver, Policy, Task
 from app.environment.wire import Limits
 from app.errors import EngineLost
 from app.rollout.episodes import EpisodeLimits, Episodes
-from app.rollout.episodes.player import episode_failures
+from app.rollout.episodes.episode_group import episode_failures
 from app.rollout.requests import Aborted
 from app.rollout.rollouter import Rollouter
 from app.types import Completion, Ending, FinishReason, GroupRequest, Sampling, Trajectory

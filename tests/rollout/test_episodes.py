@@ -11,7 +11,7 @@ import pytest
 from app.environment.protocol import Task
 from app.errors import EngineLost, RunError
 from app.rollout.episodes import EpisodeLimits, Episodes
-from app.rollout.episodes.player import episode_failures
+from app.rollout.episodes.episode_group import episode_failures
 from app.rollout.requests import Aborted
 from app.types import Completion, Ending, Group, GroupRequest, Sampling
 from tests.rollout.episodes import rollouter_with

@@ -124,7 +124,7 @@ def test_the_driver_loads_the_inputs_of_the_tiny_model_without_torch(tiny_model:
     """Its import takes seconds and 200 MB, and an engine's host never needs it."""
     code = """
 import sys
-import app.cluster.actors, app.start.session, app.mode.train, app.weight_sync.synchronizer
+import app.start.session, app.mode.train, app.weight_sync.synchronizer
 from app.start.preflight import preflight
 from tests.compose import composed
 tokens = preflight(composed()).tokenizer("1+2=")["input_ids"]

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from app.config.model import LoraConfig
 from app.config.trainer import TrainerConfig
+from app.model.parallelize import replica_mesh
 from app.model.policy import named_trained_tensors
-from app.model.sharding import replica_mesh
 from app.trainer.checkpoint_state import RankState
 from app.weight_sync.buckets import Receivers
 from app.weight_sync.gather import gather_full

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from app.cluster.actors import cores_of_ranks
+from app.cluster.engine_factory import cores_of_ranks
 from app.config.device import Dtype
 from app.config.model import TINY_MODELS
 from app.config.weight_sync import SyncMode, Verify

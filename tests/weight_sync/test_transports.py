@@ -12,7 +12,7 @@ import torch
 from app.config.device import DeviceKind
 from app.config.weight_sync import TransportKind, WeightSyncConfig, transport_of
 from app.errors import EngineError, SyncError
-from app.trainer.throughput import StepProfiler
+from app.trainer.profiler import StepProfiler
 from app.weight_sync.buckets import Bucket, ReadyBucket, TensorMeta
 from app.weight_sync.sender import Sender
 from app.weight_sync.transport import ipc_payload

@@ -1,6 +1,6 @@
 """Failed episodes are counted by kind and as a share of all; too many in a step end the run (`test_episodes.py`)."""
 
-from app.rollout.episodes.player import episode_failures
+from app.rollout.episodes.episode_group import episode_failures
 
 RAISED = "step raised KeyError: 'board' at envs.py:7"
 

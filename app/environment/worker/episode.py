@@ -16,10 +16,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from app.environment.kinds import Make
 from app.environment.own import WrongValue, check_methods, run_steps, score_of, scores_of, short
 from app.environment.protocol import EpisodeOver, Message, Renderer, Task
 from app.environment.wire import End, Limits
-from app.environment.worker.calls import Calls, Clock, Exited
+from app.environment.worker.calls import Calls, Exited
+from app.environment.worker.limits import Clock
 from app.environment.worker.policy import AskEngine, EpisodePolicy
 from app.utils.user_code import LoadError, error_text
 from app.worker.process import log
@@ -28,8 +30,6 @@ from app.worker.wire import Begin, Closed, Failed
 CANCEL_TIMEOUT_S = 5.0  # for code that was cancelled to end
 RUN_END_TIMEOUT_S = 1.0  # for the same, and for a call in a thread, where the run itself ends
 CHECK_TIMEOUT_S = 1.0  # between two looks at the clock, which stops while an engine is awaited
-
-Make = Callable[[], Any]
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,18 +5,18 @@ import faulthandler
 import importlib
 import itertools
 import os
-import resource
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
+from app.environment.kinds import Make, load_environment
 from app.environment.protocol import Renderer
 from app.environment.wire import CODEC, Answer, End, Limits, SampleRequest
-from app.environment.worker.episode import Episode, Framing, Make
+from app.environment.worker.episode import Episode, Framing
+from app.environment.worker.limits import limit_memory
 from app.environment.worker.policy import EpisodePolicy
 from app.utils.user_code import LoadError, error_text
 from app.worker.process import STDERR, log
@@ -24,15 +24,14 @@ from app.worker.wire import Begin, Close, Closed, Failed, Heartbeat, LineProtoco
 
 BEAT_SECONDS = 1.0
 MAX_SILENCE_SECONDS = 10.0  # without a beat; then all stacks go to the log
-GIB = 1 << 30
 ENDPOINT = "app.environment.worker.openai_endpoint.endpoint"  # imported by its first use
 
 
 def load(settings: Mapping[str, Any]) -> "EnvironmentHandler":
     """Load the environment and the renderer. Raises `LoadError`, whose message is a sentence."""
-    make = _load_environment(settings)
+    make = load_environment(settings)
     renderer = _load_renderer(settings["renderer"])
-    _limit_memory(settings["memory_gib"])
+    limit_memory(settings["memory_gib"])
     return EnvironmentHandler(make, renderer, Limits(**settings["limits"]), Framing.of(settings["environment"]))
 
 
@@ -138,26 +137,6 @@ class EnvironmentHandler:
         self._beating = None
 
 
-def _load_environment(settings: Mapping[str, Any]) -> Make:
-    """Return the function that makes environments of this kind, from its module's `make`.
-
-    The attribute `info` of that function, if there is one, goes to the driver. Raises `LoadError`, a sentence.
-    """
-    environment = settings["environment"]
-    kind = environment["kind"]
-    key = f"environment._target_={environment['target']}" if kind == "own" else f"environment={kind}"
-    try:
-        make: Callable[[Mapping[str, Any]], Make] = importlib.import_module(f"app.environment.{kind}").make
-        return make({**settings, **environment})
-    except ValueError as error:
-        raise LoadError(str(error)) from error  # a sentence of our own
-    except LoadError as error:
-        problem = str(error)
-    except Exception as error:  # custom code and packages can raise anything
-        problem = error_text(error)
-    raise LoadError(f"{key} cannot be used: {problem}; the interpreter is {sys.executable}.")
-
-
 def _load_renderer(choice: Mapping[str, Any]) -> Renderer:
     """Return `renderer_for` of these arguments. Raises `LoadError`, whose message is a sentence."""
     from app.environment.rendering import renderer_for
@@ -170,18 +149,3 @@ def _load_renderer(choice: Mapping[str, Any]) -> Renderer:
             f"The renderer {choice['name']} of {choice['model_path']} cannot be used in {sys.executable}: "
             f"{problem.rstrip('.')}."
         ) from error
-
-
-def _limit_memory(gib: float) -> None:
-    """Limit the data of this process and of each child, without what is only reserved. Raises `LoadError`."""
-    status = Path("/proc/self/status").read_text(encoding="utf-8")
-    allocated = int(status.partition("VmData:")[2].split()[0]) << 10
-    if allocated > gib * GIB:
-        raise LoadError(
-            f"environment.memory_gib={gib:g} is not accepted: give more than {allocated / GIB:.2g}, which the worker "
-            "has allocated before the first episode."
-        )
-
-    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    limit = int(gib * GIB)
-    resource.setrlimit(resource.RLIMIT_DATA, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))

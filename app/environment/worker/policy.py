@@ -16,16 +16,14 @@ from typing import Any
 from app.environment.protocol import (
     EpisodeOver,
     Message,
-    OutOfTime,
     OutOfTokens,
-    OutOfTurns,
     Renderer,
     Reply,
     Sampled,
     Tool,
 )
 from app.environment.wire import Answer, Limits
-from app.environment.worker.calls import Clock
+from app.environment.worker.limits import Clock, reached, turn_tokens
 from app.environment.worker.sequences import (
     Continuation,
     EpisodeSequences,
@@ -145,10 +143,8 @@ class EpisodePolicy:
             raise ValueError(f"max_tokens={max_tokens} is not accepted: give at least 1")
         if self._closed:
             raise RuntimeError("the episode is over: the policy is not sampled again")
-        if self._requests_sent >= self._limits.max_turns:
-            raise self._over(OutOfTurns(f"environment.max_turns={self._limits.max_turns}"))
-        if self._clock.seconds > self._limits.episode_s:
-            raise self._over(OutOfTime(f"environment.episode_s={self._limits.episode_s:g}"))
+        if (over := reached(self._limits, self._requests_sent, self._clock.seconds)) is not None:
+            raise self._over(over)
 
     def _over(self, reason: EpisodeOver) -> EpisodeOver:
         self.ending = reason.ending
@@ -161,8 +157,8 @@ class EpisodePolicy:
         self._requests_sent += 1
         self.count("observation_tokens", continuation.observed)
 
-        limits = [each for each in (max_tokens, self._limits.max_turn_tokens) if each is not None]
-        request = self._ask(continuation.sequence, list(sequence.token_ids), min(limits, default=None), logprobs)
+        most = turn_tokens(self._limits, max_tokens)
+        request = self._ask(continuation.sequence, list(sequence.token_ids), most, logprobs)
         task = asyncio.ensure_future(_extend(sequence, request))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -13,14 +13,13 @@ Invariants:
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from app.environment.protocol import Message, Renderer, Reply, Tool
+from app.environment.worker.limits import shorten
 
-SHRINK = 0.9  # of the length that should fit, since tokens are not spread evenly
-LONG_TOKEN = 64  # characters: few tokens are longer
 Conversation = tuple[str, ...]  # the key of its tools, then of each message
 
 
@@ -176,34 +175,3 @@ def message_key(message: Message) -> str:
 
 def _json(value: Any) -> str:
     return json.dumps(value, sort_keys=True, default=str)
-
-
-def shorten(text: str, max_tokens: int, count: Callable[[str], int]) -> str:
-    r"""Shorten a text to at most `max_tokens` tokens: its middle is replaced by a note on what was cut.
-
-    Args:
-        max_tokens: Maximum length of the result, including the note.
-        count: Counts the tokens of a text.
-
-    >>> shorten("a" * 1000, 50, len)
-    'aaaaaaaa\n[... 985 characters left out ...]\naaaaaaa'
-    """
-    if len(text.encode(errors="replace")) <= max_tokens:
-        return text  # a token has at least one byte
-
-    kept = min(len(text), max_tokens * LONG_TOKEN)  # tokenizing megabytes takes seconds
-    shortened = _without_middle(text, kept)
-    tokens = count(shortened)
-    while tokens > max_tokens and kept:
-        kept = min(kept - 1, int(kept * SHRINK * max_tokens / tokens))
-        shortened = _without_middle(text, kept)
-        tokens = count(shortened)
-    return shortened
-
-
-def _without_middle(text: str, kept: int) -> str:
-    if kept == len(text):
-        return text
-    head = text[: (kept + 1) // 2]
-    tail = text[len(text) - kept // 2 :]
-    return f"{head}\n[... {len(text) - kept} characters left out ...]\n{tail}"

@@ -25,7 +25,7 @@ from app.utils.child_environment import for_children
 from app.utils.net import bracketed, reserve_port
 from app.utils.process import PARENT_VARIABLE, module_command, package_path
 
-# Environment variables of the server, read by the launcher.
+# Environment variables of the server, read by `server_main.py`.
 KEY_VARIABLE = "POSTTRAIN_ENGINE_KEY"
 LOG_TAIL_LINES = 12
 USAGE_ERROR = re.compile(r"\w[\w. -]*: error: ")  # of argparse, after a usage of hundreds of lines
@@ -59,7 +59,7 @@ class ServerSpec:
         return render_flags({**model, "host": self.host, "port": self.port, **self.flags})
 
     def command(self) -> list[str]:
-        return [*module_command("app.rollout.engine.launcher"), *self.arguments()]
+        return [*module_command("app.rollout.engine.server_main"), *self.arguments()]
 
 
 @dataclass(eq=False)

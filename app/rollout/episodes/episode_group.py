@@ -1,4 +1,4 @@
-"""The episodes of one prompt that are played together."""
+"""The episodes of one prompt that are played together, and again where they fail."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -9,6 +9,11 @@ from app.rollout.engine.pool import StickyEngine
 from app.rollout.requests import Aborted, Requests
 from app.types import Prompt, Sampling, Trajectory
 from app.utils.tasks import gather_or_raise
+from app.worker.failures import FailureWindow
+from app.worker.wire import Failed
+
+MAX_LOST_ATTEMPTS = 10  # attempts of one episode whose worker ended because of another episode
+Attempt = Callable[["EpisodeGroup", int], Coroutine[Any, Any, Trajectory | Failed]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +39,11 @@ class EpisodeGroup:
         self.aborted = False  # as too stale
         self._playing: asyncio.Future[None] | None = None
 
-    async def run(self, member: Callable[["EpisodeGroup", int], Coroutine[Any, Any, None]]) -> None:
+    async def run(self, attempt: Attempt, failures: FailureWindow, retries: int) -> None:
+        """Play all members. `retries`: further attempts of one that failed."""
+
         async def members() -> None:
-            await gather_or_raise(*(member(self, number) for number in range(self.spec.size)))
+            await gather_or_raise(*(self._member(n, attempt, failures, retries) for n in range(self.spec.size)))
 
         self._playing = asyncio.ensure_future(members())
         try:
@@ -50,3 +57,34 @@ class EpisodeGroup:
         if self._playing is not None:
             self.aborted = True
             self._playing.cancel()
+
+    async def _member(self, number: int, attempt: Attempt, failures: FailureWindow, retries: int) -> None:
+        """Play one episode until it ends well, or every attempt has failed."""
+        failed = lost = 0
+        while True:
+            outcome = await attempt(self, number)
+            if isinstance(outcome, Trajectory):
+                failures.count(None)
+                self.trajectories[number] = outcome
+                return
+
+            failures.by_kind[outcome.kind] += 1
+            failures.warn(outcome.kind, "an episode", outcome.text)
+            if outcome.kind == "lost" and lost < MAX_LOST_ATTEMPTS:  # another episode ended the worker
+                lost += 1
+                continue
+
+            failed += 1
+            if failed > retries:
+                failures.count(outcome.text)
+                return
+
+
+def episode_failures(max_fraction: float, window: int, warn: Callable[[str], None]) -> FailureWindow:
+    """Return the counter of failed episodes. One that failed for good has no reward: it leaves its group."""
+    consequence = (
+        "It is played again, at most environment.retries times, and then left out of its group; all failures are in "
+        "logs/environment.log."
+    )
+    key = "environment.max_failed_fraction"
+    return FailureWindow("episodes failed in every attempt", key, max_fraction, window, consequence, warn)

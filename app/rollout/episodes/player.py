@@ -12,7 +12,7 @@ Invariants:
 
 import asyncio
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from app.environment.pool import EnvironmentPool
 from app.environment.protocol import Task
@@ -23,18 +23,6 @@ from app.rollout.requests import Requests
 from app.types import Prompt, Trajectory
 from app.worker.failures import FailureWindow
 from app.worker.wire import Failed
-
-MAX_LOST_ATTEMPTS = 10  # attempts of one episode whose worker ended because of another episode
-
-
-def episode_failures(max_fraction: float, window: int, warn: Callable[[str], None]) -> FailureWindow:
-    """Return the counter of failed episodes. One that failed for good has no reward: it leaves its group."""
-    consequence = (
-        "It is played again, at most environment.retries times, and then left out of its group; all failures are in "
-        "logs/environment.log."
-    )
-    key = "environment.max_failed_fraction"
-    return FailureWindow("episodes failed in every attempt", key, max_fraction, window, consequence, warn)
 
 
 class Episodes:
@@ -54,7 +42,7 @@ class Episodes:
             group = EpisodeGroup(spec, sticky_engine, requests)
             self._groups[spec.prompt.id] = group
             try:
-                await group.run(self._member)
+                await group.run(self._attempt, self.failures, self.limits.retries)
             finally:
                 del self._groups[spec.prompt.id]
         return [group.trajectories[number] for number in sorted(group.trajectories)]
@@ -64,27 +52,6 @@ class Episodes:
         for prompt_id in prompt_ids:
             if prompt_id in self._groups:
                 self._groups[prompt_id].abort()
-
-    async def _member(self, group: EpisodeGroup, number: int) -> None:
-        """Play one episode until it ends well, or every attempt has failed."""
-        failed = lost = 0
-        while True:
-            outcome = await self._attempt(group, number)
-            if isinstance(outcome, Trajectory):
-                self.failures.count(None)
-                group.trajectories[number] = outcome
-                return
-
-            self.failures.by_kind[outcome.kind] += 1
-            self.failures.warn(outcome.kind, "an episode", outcome.text)
-            if outcome.kind == "lost" and lost < MAX_LOST_ATTEMPTS:  # another episode ended the worker
-                lost += 1
-                continue
-
-            failed += 1
-            if failed > self.limits.retries:
-                self.failures.count(outcome.text)
-                return
 
     async def _attempt(self, group: EpisodeGroup, number: int) -> Trajectory | Failed:
         prompt = group.spec.prompt

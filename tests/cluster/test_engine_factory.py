@@ -12,10 +12,11 @@ import pytest
 import ray
 from ray.util.placement_group import remove_placement_group
 
-from app.cluster.actors import EngineFactory, engine_threads, make_trainer
+from app.cluster.engine_factory import EngineFactory, engine_threads
 from app.cluster.placement_group import reserve
 from app.config.device import DeviceKind
 from app.device import device_of
+from app.start.session import make_trainer
 from tests.compose import composed
 
 

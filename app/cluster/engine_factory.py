@@ -1,4 +1,4 @@
-"""Creates the Ray actors of a run on their reserved devices: engine hosts and trainer ranks. Starts none of them."""
+"""Creates the Ray actors that host engines, on their reserved devices: ports, keys, flags. Starts none of them."""
 
 import os
 import secrets
@@ -13,18 +13,13 @@ import ray
 from app.cluster.placement_group import DevicePlacement
 from app.config import RunConfig
 from app.config.device import DeviceKind
-from app.config.offload import OptimizerOffload
 from app.config.placement import PlacementKind
-from app.config.weight_sync import TransportKind, transport_of
 from app.device import Device, Fork
-from app.device.process_environment import EXPANDABLE, expandable_segments_off
 from app.rollout.engine.host import EngineHost
 from app.rollout.engine.remote import RemoteEngine
 from app.rollout.engine.server import ServerSpec
 from app.rollout.engine.server_args import engine_flags, teacher_flags
 from app.rollout.engine.server_connection import HostSpec
-from app.trainer.rank import CONCURRENCY_GROUPS, RankSpec, TrainerRank
-from app.trainer.remote import RemoteTrainer
 
 ENGINE_KEY = "POSTTRAIN_SERVER_KEY"  # environment variable: the key of the servers of `rollout.urls`
 
@@ -112,7 +107,7 @@ def engine_threads(config: RunConfig, device: Device, width: int) -> dict[str, s
         return {}
 
     processes = config.engines * config.rollout.tensor_parallel + config.teacher_devices
-    threads = {"OMP_NUM_THREADS": str(_threads(config, processes))}
+    threads = {"OMP_NUM_THREADS": str(threads_of(config, processes))}
     if width > 1:
         threads["SGLANG_CPU_OMP_THREADS_BIND"] = cores_of_ranks(os.cpu_count() or 1, width)
     return threads
@@ -129,58 +124,9 @@ def cores_of_ranks(cores: int, width: int) -> str:
     return "|".join(f"{first}-{first + share - 1}" if share > 1 else f"{first}" for first in firsts)
 
 
-def _threads(config: RunConfig, processes: int) -> int:
+def threads_of(config: RunConfig, processes: int) -> int:
     """Return the threads of each of `processes` processes. In fully_async all of them compute at the same time."""
     cores = os.cpu_count() or 1
     if config.placement.kind is PlacementKind.fully_async:
         processes = config.placement.trainer_ranks + config.placement.engine_devices + config.teacher_devices
     return max(1, cores // processes)
-
-
-def allocator_environment(config: RunConfig, device: Device) -> dict[str, str]:
-    """Return the allocator's options of a rank: no expandable segments where engines map its buffers.
-
-    Such memory is passed on as a file descriptor, which most containers forbid between unrelated processes. Elsewhere
-    some devices use expandable segments, unless the user's environment has options of its own.
-    """
-    transport = transport_of(config.weight_sync, shared_devices=config.shared_devices, device=device.kind)
-    if transport is TransportKind.ipc:
-        return {name: expandable_segments_off(os.environ.get(name, "")) for name in device.allocator_variables}
-    if device.expandable_segments and not any(name in os.environ for name in device.allocator_variables):
-        return {device.allocator_variables[0]: f"{EXPANDABLE}:True"}
-    return {}
-
-
-def make_trainer(
-    config: RunConfig, device: Device, model_path: Path, run_folder: Path, placement: DevicePlacement
-) -> RemoteTrainer:
-    """Create the trainer's ranks, without setting them up."""
-    ranks = config.placement.trainer_ranks
-    # of defaults, the user's own value wins
-    defaults = {name: os.environ.get(name, value) for name, value in device.trainer_defaults.items()}
-    spec = RankSpec(
-        device=config.device.kind,
-        dtype=config.device.dtype,
-        model_path=model_path,
-        trust_remote_code=config.model.trust_remote_code,
-        trainer=config.trainer,
-        run_updates=config.optimizer_updates,
-        algorithm=config.algorithm,
-        correction=config.correction,
-        temperature=config.rollout.temperature,
-        max_completion_tokens=config.rollout.max_completion_tokens,
-        reference=config.algorithm.needs_reference,
-        ranks=ranks,
-        threads=_threads(config, ranks),
-        seed=config.seed,
-        logs=run_folder / "logs",
-        profile_steps=tuple(config.trainer.profile_steps),
-        moments_on_host=config.offload.optimizer is OptimizerOffload.update and device.shares_memory,
-        lora=config.model.lora,
-        teacher=config.teacher,
-        environment={**defaults, **device.trainer_env, **allocator_environment(config, device)},
-    )
-
-    make = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(TrainerRank)  # type: ignore[call-overload]  # missing in Ray's stubs
-    actors = [make.options(**placement.rank_options(rank)).remote(spec, rank) for rank in range(ranks)]
-    return RemoteTrainer(actors, timeout_s=config.trainer.timeout_s, logs=run_folder / "logs")
