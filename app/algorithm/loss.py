@@ -32,11 +32,17 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from app.algorithm.objective import Terms, TokenBatch, objective_terms
-from app.config.algorithm import Aggregation, AlgorithmConfig, Correction, Kl, OldPolicy, RatioLevel
+from app.algorithm.objective import (
+    LOG_RATIO_LIMIT,
+    Terms,
+    TokenBatch,
+    bounded_exp,
+    importance_ratio,
+    objective_terms,
+    sequence_mean,
+)
+from app.config.algorithm import Aggregation, AlgorithmConfig, Correction, Kl, OldPolicy
 
-# Log-ratios are clamped to ± this limit before exp.
-LOG_RATIO_LIMIT = 20.0
 # The other tokens of a vocabulary have at least this probability in a binary KL.
 MIN_OTHERS = 1e-6
 
@@ -136,20 +142,6 @@ def policy_loss(batch: TokenBatch, config: AlgorithmConfig, correction: Correcti
     return LossSums(components, sums)
 
 
-def importance_ratio(batch: TokenBatch, old: Tensor, level: RatioLevel) -> Tensor:
-    """Return π / π_old of each token [N]; at sequence level, the ratio of its sequence.
-
-    GSPO (eq. 7): s_i = exp(mean over the sequence of log π/π_old). As in GSPO-token (eq. 14), token t carries
-    sg[s_i] · π_t / sg[π_t], which has the same value. The gradient is also the same if all tokens of the sequence have
-    equal weights. If weights differ (token-level correction), the gradient of each token keeps its own weight.
-    """
-    log_ratio = batch.logprobs - old
-    if level is RatioLevel.sequence:
-        mean = sequence_mean(log_ratio.detach(), batch)[batch.sequence]
-        log_ratio = mean + batch.logprobs - batch.logprobs.detach()
-    return bounded_exp(log_ratio)
-
-
 def aggregation_weight(batch: TokenBatch, aggregation: Aggregation) -> Tensor:
     """Weight of each token [N] in the raw sum: 0 if masked, 1/tokens for a mean over the trajectory, else 1."""
     weight = batch.weight_mask
@@ -222,17 +214,6 @@ def k3(log_ratio: Tensor) -> Tensor:
 
     # exp(x) - 1 would cancel to rounding errors of 1e-7 where the policies agree.
     return (bounded.expm1() - bounded).clamp(min=0)
-
-
-def bounded_exp(log_ratio: Tensor) -> Tensor:
-    """Return exp of a log-ratio clamped to ± `LOG_RATIO_LIMIT`."""
-    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-
-
-def sequence_mean(values: Tensor, batch: TokenBatch) -> Tensor:
-    """Mean of token values [N] over each sequence [S]; 0 for an empty sequence."""
-    totals = values.new_zeros(batch.lengths.shape).index_add(0, batch.sequence, values)
-    return totals / batch.lengths.clamp(min=1)
 
 
 def _policy_sums(

@@ -1,4 +1,4 @@
-"""`algorithm.objective`: the term of each sampled token that an update maximizes, before weights and averages.
+"""`algorithm.objective` and `ratio`: the term of each token that an update maximizes, before weights and averages.
 
 | objective | term of a token, r = π / π_old                                         | source                     |
 |-----------|------------------------------------------------------------------------|----------------------------|
@@ -16,9 +16,12 @@ import torch
 from torch import Tensor
 
 from app.algorithm.advantage import teacher_penalty
-from app.config.algorithm import AlgorithmConfig
+from app.config.algorithm import AlgorithmConfig, RatioLevel
 from app.config.teacher import TeacherConfig
 from app.utils.user_code import resolve
+
+# Log-ratios are clamped to ± this limit before exp.
+LOG_RATIO_LIMIT = 20.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -109,3 +112,28 @@ def objective_terms(batch: TokenBatch, ratio: Tensor, config: AlgorithmConfig) -
 
     nowhere = torch.zeros_like(ratio, dtype=torch.bool)
     return Terms(resolve(config.objective)(batch, ratio), nowhere, nowhere)
+
+
+def importance_ratio(batch: TokenBatch, old: Tensor, level: RatioLevel) -> Tensor:
+    """Return π / π_old of each token [N]; at sequence level, the ratio of its sequence.
+
+    GSPO (eq. 7): s_i = exp(mean over the sequence of log π/π_old). As in GSPO-token (eq. 14), token t carries
+    sg[s_i] · π_t / sg[π_t], which has the same value. The gradient is also the same if all tokens of the sequence have
+    equal weights. If weights differ (token-level correction), the gradient of each token keeps its own weight.
+    """
+    log_ratio = batch.logprobs - old
+    if level is RatioLevel.sequence:
+        mean = sequence_mean(log_ratio.detach(), batch)[batch.sequence]
+        log_ratio = mean + batch.logprobs - batch.logprobs.detach()
+    return bounded_exp(log_ratio)
+
+
+def bounded_exp(log_ratio: Tensor) -> Tensor:
+    """Return exp of a log-ratio clamped to ± `LOG_RATIO_LIMIT`."""
+    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+
+
+def sequence_mean(values: Tensor, batch: TokenBatch) -> Tensor:
+    """Mean of token values [N] over each sequence [S]; 0 for an empty sequence."""
+    totals = values.new_zeros(batch.lengths.shape).index_add(0, batch.sequence, values)
+    return totals / batch.lengths.clamp(min=1)

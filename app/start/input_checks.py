@@ -33,7 +33,8 @@ from app.model.architecture import (
     trained_parameters,
 )
 from app.model.hf_directory import identity, load_tokenizer, require_complete, require_window
-from app.model.lora.base_weights import check_targets, has_own_head, require_targets
+from app.model.lora.base_weights import has_own_head, require_targets
+from app.model.lora.targets import check_targets
 from app.start.environments import require_rendering
 from app.start.inputs import CheckStage, CheckStatus, Finding, RunInputs
 from app.tracking.dashboards import require_trackers

@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 STDERR = 2
 EXIT_TIMEOUT_S = 1.0  # between the end of a worker's pipe and its exit
+GIB = 1 << 30
 KILL_TIMEOUT_S = 10.0  # a killed process ends at once, unless it is stuck in a driver or a network file system
 PARENT_ONLY = ("PYTHONPATH", "PYTHONHOME", "PYTHONSAFEPATH", "__PYVENV_LAUNCHER__")  # not for another interpreter
 SCRIPT = Path(__file__).with_name("__main__.py")
@@ -121,3 +123,20 @@ class WorkerProcess:
         finally:
             if output != STDERR:
                 os.close(output)
+
+
+def limit_memory(gib: float) -> None:
+    """Limit the data of this process and of each child, without what is only reserved. Raises `LoadError`."""
+    from app.utils.user_code import LoadError
+
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    allocated = int(status.partition("VmData:")[2].split()[0]) << 10
+    if allocated > gib * GIB:
+        raise LoadError(
+            f"environment.memory_gib={gib:g} is not accepted: give more than {allocated / GIB:.2g}, which the worker "
+            "has allocated before the first episode."
+        )
+
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = int(gib * GIB)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))

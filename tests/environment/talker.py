@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from app.environment.protocol import Message, Renderer
 from app.environment.wire import Answer, Limits
-from app.environment.worker.limits import Clock
+from app.environment.worker.calls import Clock
 from app.environment.worker.policy import EpisodePolicy
 from tests.environment.qwen import decoded, ids
 

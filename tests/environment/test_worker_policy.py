@@ -9,7 +9,8 @@ import pytest
 from app.environment.protocol import OutOfTime, OutOfTokens, OutOfTurns
 from app.environment.rendering import renderer_for
 from app.environment.wire import Answer, Limits
-from app.environment.worker.limits import Clock, shorten
+from app.environment.worker.calls import Clock
+from app.environment.worker.limits import shorten
 from app.environment.worker.policy import EpisodePolicy
 from tests.environment.characters import Characters, text_of, tokens
 from tests.environment.qwen import chat_choice, decoded, user

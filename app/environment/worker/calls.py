@@ -1,9 +1,11 @@
-"""Calls of an environment's methods: async ones on the loop, the others in a thread."""
+"""Calls of an environment's methods: async ones on the loop, the others in a thread; and their time."""
 
 import asyncio
 import inspect
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -71,3 +73,48 @@ def _result_or_error(function: Callable[..., Any], *args: Any) -> tuple[Any, Bas
         return None, error
     except BaseException as error:
         return None, Exited(error)
+
+
+class Clock:
+    """Measures an episode's time in its environment's own code, without waiting for engines.
+
+    `timeout_s` limits a segment, which is the time between two requests to the policy, or a call of a method.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self.step = "run"  # what runs now, for people
+        self._timeout_s = timeout_s
+        self._since = time.monotonic()  # of the current segment
+        self._before = 0.0  # seconds of the earlier ones
+        self._requests = 0  # in flight; while there are any, the episode waits
+
+    def begin(self, step: str) -> None:
+        self._before = self.seconds
+        self._since = time.monotonic()
+        self.step = step
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Stop the clock while a request to the policy is in flight."""
+        if self._requests == 0:
+            self._before = self.seconds
+        self._requests += 1
+        try:
+            yield
+        finally:
+            self._requests -= 1
+            self._since = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the environment's own code so far."""
+        return self._before + self._segment_s
+
+    @property
+    def left(self) -> float:
+        """Seconds until the current segment is late; not positive: it is."""
+        return self._timeout_s - self._segment_s
+
+    @property
+    def _segment_s(self) -> float:
+        return 0.0 if self._requests else time.monotonic() - self._since

@@ -20,8 +20,7 @@ from app.environment.kinds import Make
 from app.environment.own import WrongValue, check_methods, run_steps, score_of, scores_of, short
 from app.environment.protocol import EpisodeOver, Message, Renderer, Task
 from app.environment.wire import End, Limits
-from app.environment.worker.calls import Calls, Exited
-from app.environment.worker.limits import Clock
+from app.environment.worker.calls import Calls, Clock, Exited
 from app.environment.worker.policy import AskEngine, EpisodePolicy
 from app.utils.user_code import LoadError, error_text
 from app.worker.process import log

@@ -16,10 +16,9 @@ from app.environment.kinds import Make, load_environment
 from app.environment.protocol import Renderer
 from app.environment.wire import CODEC, Answer, End, Limits, SampleRequest
 from app.environment.worker.episode import Episode, Framing
-from app.environment.worker.limits import limit_memory
 from app.environment.worker.policy import EpisodePolicy
 from app.utils.user_code import LoadError, error_text
-from app.worker.process import STDERR, log
+from app.worker.process import STDERR, limit_memory, log
 from app.worker.wire import Begin, Close, Closed, Failed, Heartbeat, LineProtocol, WireError
 
 BEAT_SECONDS = 1.0

@@ -1,63 +1,12 @@
-"""The limits of an episode, of an observation and of a worker's memory."""
+"""The limits of an episode: its turns, its time, and the tokens of completions and observations."""
 
-import resource
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable
 
 from app.environment.protocol import EpisodeOver, OutOfTime, OutOfTurns
 from app.environment.wire import Limits
-from app.utils.user_code import LoadError
 
 SHRINK = 0.9  # of the length that should fit, since tokens are not spread evenly
 LONG_TOKEN = 64  # characters: few tokens are longer
-GIB = 1 << 30
-
-
-class Clock:
-    """Measures an episode's time in its environment's own code, without waiting for engines.
-
-    `timeout_s` limits a segment, which is the time between two requests to the policy, or a call of a method.
-    """
-
-    def __init__(self, timeout_s: float) -> None:
-        self.step = "run"  # what runs now, for people
-        self._timeout_s = timeout_s
-        self._since = time.monotonic()  # of the current segment
-        self._before = 0.0  # seconds of the earlier ones
-        self._requests = 0  # in flight; while there are any, the episode waits
-
-    def begin(self, step: str) -> None:
-        self._before = self.seconds
-        self._since = time.monotonic()
-        self.step = step
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Stop the clock while a request to the policy is in flight."""
-        if self._requests == 0:
-            self._before = self.seconds
-        self._requests += 1
-        try:
-            yield
-        finally:
-            self._requests -= 1
-            self._since = time.monotonic()
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of the environment's own code so far."""
-        return self._before + self._segment_s
-
-    @property
-    def left(self) -> float:
-        """Seconds until the current segment is late; not positive: it is."""
-        return self._timeout_s - self._segment_s
-
-    @property
-    def _segment_s(self) -> float:
-        return 0.0 if self._requests else time.monotonic() - self._since
 
 
 def reached(limits: Limits, requests_sent: int, seconds: float) -> EpisodeOver | None:
@@ -103,18 +52,3 @@ def _without_middle(text: str, kept: int) -> str:
     head = text[: (kept + 1) // 2]
     tail = text[len(text) - kept // 2 :]
     return f"{head}\n[... {len(text) - kept} characters left out ...]\n{tail}"
-
-
-def limit_memory(gib: float) -> None:
-    """Limit the data of this process and of each child, without what is only reserved. Raises `LoadError`."""
-    status = Path("/proc/self/status").read_text(encoding="utf-8")
-    allocated = int(status.partition("VmData:")[2].split()[0]) << 10
-    if allocated > gib * GIB:
-        raise LoadError(
-            f"environment.memory_gib={gib:g} is not accepted: give more than {allocated / GIB:.2g}, which the worker "
-            "has allocated before the first episode."
-        )
-
-    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    limit = int(gib * GIB)
-    resource.setrlimit(resource.RLIMIT_DATA, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))

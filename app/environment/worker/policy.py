@@ -23,7 +23,8 @@ from app.environment.protocol import (
     Tool,
 )
 from app.environment.wire import Answer, Limits
-from app.environment.worker.limits import Clock, reached, turn_tokens
+from app.environment.worker.calls import Clock
+from app.environment.worker.limits import reached, turn_tokens
 from app.environment.worker.sequences import (
     Continuation,
     EpisodeSequences,

@@ -4,7 +4,7 @@ Needs no torch, and reads a few megabytes of a model of any size.
 """
 
 import json
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -12,14 +12,11 @@ from pathlib import Path
 from app.config.model import ALL_LINEAR, LoraConfig
 from app.config.peft_adapter import LENGTH_BYTES
 from app.errors import ConfigError, expect
+from app.model.lora.targets import DECAYS, check_targets
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SAMPLE_BYTES = 4096  # of each tensor, from its beginning
 LAYERS, WEIGHT, NESTED, PEFT_PREFIX = ".layers.", ".weight", "language_model.", "base_model.model."
-# Decays of linear attention: engines compute them in one kernel that takes no adapters.
-DECAYS = ("in_proj_a", "in_proj_b", "in_proj_ba")
-# Projections that engines compute as one: they take adapters of all of them, or of none.
-FUSED = ("in_proj_qkv", "in_proj_z")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -93,18 +90,6 @@ def require_targets(path: Path, lora: LoraConfig) -> None:
 def has_own_head(path: Path) -> bool:
     """Whether a model directory has the head that drafts tokens; transformers leaves it out of what it saves."""
     return any(tensor.name.startswith("mtp.") for tensor in _stored(path))
-
-
-def check_targets(targets: Sequence[str], known: set[str]) -> None:
-    """Raise `ConfigError` if a target is not one of the decoder's linear layers, or half of a fused one."""
-    accepted = f"[{ALL_LINEAR}], or some of {', '.join(sorted(known))}"
-    unknown = [name for name in targets if name not in known and name != ALL_LINEAR]
-    expect(not unknown, "model.lora.targets", list(targets), accepted)
-
-    fused = [name for name in FUSED if name in known]
-    chosen = [name for name in fused if name in targets]
-    whole = chosen in ([], fused)
-    expect(whole, "model.lora.targets", list(targets), f"{' and '.join(fused)} both or neither: engines fuse them")
 
 
 def _stored(path: Path) -> Iterator[StoredTensor]:

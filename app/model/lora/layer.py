@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from app.config.model import ALL_LINEAR, LoraConfig
+from app.config.model import LoraConfig
 from app.model.hf_checkpoint import match, open_checkpoint
-from app.model.lora.base_weights import DECAYS, check_targets
+from app.model.lora.targets import DECAYS, check_targets, is_adapted
 from app.model.sharding import full_tensor, local_shard, own_rows, replicas
 
 ADAPTER_PARAMETERS = ("lora_A", "lora_B")
@@ -119,7 +119,7 @@ def add_adapters(causal_lm: Any, lora: LoraConfig) -> None:
     check_targets(lora.targets, {name for _, name, _ in layers})
 
     for parent, name, linear in layers:
-        if lora.targets == [ALL_LINEAR] or name in lora.targets:
+        if is_adapted(name, lora.targets):
             setattr(parent, name, LoraLinear(linear, lora.rank, lora.scale))
 
 

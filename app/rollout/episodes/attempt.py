@@ -1,4 +1,4 @@
-"""One attempt of an episode: the environment requests tokens, the group's engine samples them.
+"""The attempts of an episode: the environment requests tokens, the group's engine samples them.
 
 Invariant: whenever a request is sent, the response tokens of all sequences and what the requests in flight may still
 sample are together at most `Sampling.max_tokens`. A request reserves all that it may sample; the next one, in the order
@@ -9,8 +9,9 @@ an error, which ends the attempt.
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -28,9 +29,11 @@ from app.types import (
     Turn,
     VersionSpan,
 )
+from app.worker.failures import FailureWindow
 from app.worker.remote import Job
 from app.worker.wire import Failed
 
+MAX_LOST_ATTEMPTS = 10  # of one episode, whose worker ended because of another episode
 MIN_SHOWN_S = 0.02  # a shorter stretch of an environment's own code is not on the timeline
 
 
@@ -223,3 +226,26 @@ class EpisodeAttempt:
             },
         )
         return Trajectory(spec.prompt, self.last or nothing, end.text, episode=episode)
+
+
+async def played(
+    attempt: Callable[[], Coroutine[Any, Any, Trajectory | Failed]], failures: FailureWindow, retries: int
+) -> Trajectory | None:
+    """Play an episode until it ends well; None if `retries` further attempts failed as well."""
+    failed = lost = 0
+    while True:
+        outcome = await attempt()
+        if isinstance(outcome, Trajectory):
+            failures.count(None)
+            return outcome
+
+        failures.by_kind[outcome.kind] += 1
+        failures.warn(outcome.kind, "an episode", outcome.text)
+        if outcome.kind == "lost" and lost < MAX_LOST_ATTEMPTS:  # another episode ended the worker
+            lost += 1
+            continue
+
+        failed += 1
+        if failed > retries:
+            failures.count(outcome.text)
+            return None

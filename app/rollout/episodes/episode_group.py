@@ -1,4 +1,4 @@
-"""The episodes of one prompt that are played together, and again where they fail."""
+"""The episodes of one prompt that are played together."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -10,10 +10,6 @@ from app.rollout.requests import Aborted, Requests
 from app.types import Prompt, Sampling, Trajectory
 from app.utils.tasks import gather_or_raise
 from app.worker.failures import FailureWindow
-from app.worker.wire import Failed
-
-MAX_LOST_ATTEMPTS = 10  # attempts of one episode whose worker ended because of another episode
-Attempt = Callable[["EpisodeGroup", int], Coroutine[Any, Any, Trajectory | Failed]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +35,9 @@ class EpisodeGroup:
         self.aborted = False  # as too stale
         self._playing: asyncio.Future[None] | None = None
 
-    async def run(self, attempt: Attempt, failures: FailureWindow, retries: int) -> None:
-        """Play all members. `retries`: further attempts of one that failed."""
-
+    async def run(self, member: Callable[["EpisodeGroup", int], Coroutine[Any, Any, None]]) -> None:
         async def members() -> None:
-            await gather_or_raise(*(self._member(n, attempt, failures, retries) for n in range(self.spec.size)))
+            await gather_or_raise(*(member(self, number) for number in range(self.spec.size)))
 
         self._playing = asyncio.ensure_future(members())
         try:
@@ -57,27 +51,6 @@ class EpisodeGroup:
         if self._playing is not None:
             self.aborted = True
             self._playing.cancel()
-
-    async def _member(self, number: int, attempt: Attempt, failures: FailureWindow, retries: int) -> None:
-        """Play one episode until it ends well, or every attempt has failed."""
-        failed = lost = 0
-        while True:
-            outcome = await attempt(self, number)
-            if isinstance(outcome, Trajectory):
-                failures.count(None)
-                self.trajectories[number] = outcome
-                return
-
-            failures.by_kind[outcome.kind] += 1
-            failures.warn(outcome.kind, "an episode", outcome.text)
-            if outcome.kind == "lost" and lost < MAX_LOST_ATTEMPTS:  # another episode ended the worker
-                lost += 1
-                continue
-
-            failed += 1
-            if failed > retries:
-                failures.count(outcome.text)
-                return
 
 
 def episode_failures(max_fraction: float, window: int, warn: Callable[[str], None]) -> FailureWindow:

@@ -13,11 +13,12 @@ Invariants:
 import asyncio
 import zlib
 from collections.abc import Sequence
+from functools import partial
 
 from app.environment.pool import EnvironmentPool
 from app.environment.protocol import Task
 from app.rollout.engine.pool import EnginePool
-from app.rollout.episodes.attempt import EpisodeAttempt, EpisodeLimits
+from app.rollout.episodes.attempt import EpisodeAttempt, EpisodeLimits, played
 from app.rollout.episodes.episode_group import EpisodeGroup, GroupSpec
 from app.rollout.requests import Requests
 from app.types import Prompt, Trajectory
@@ -42,7 +43,7 @@ class Episodes:
             group = EpisodeGroup(spec, sticky_engine, requests)
             self._groups[spec.prompt.id] = group
             try:
-                await group.run(self._attempt, self.failures, self.limits.retries)
+                await group.run(self._member)
             finally:
                 del self._groups[spec.prompt.id]
         return [group.trajectories[number] for number in sorted(group.trajectories)]
@@ -52,6 +53,11 @@ class Episodes:
         for prompt_id in prompt_ids:
             if prompt_id in self._groups:
                 self._groups[prompt_id].abort()
+
+    async def _member(self, group: EpisodeGroup, number: int) -> None:
+        trajectory = await played(partial(self._attempt, group, number), self.failures, self.limits.retries)
+        if trajectory is not None:
+            group.trajectories[number] = trajectory
 
     async def _attempt(self, group: EpisodeGroup, number: int) -> Trajectory | Failed:
         prompt = group.spec.prompt
