@@ -41,8 +41,8 @@ from app.placement.colocate import Colocate
 from app.placement.concurrency import Concurrency
 from app.placement.context import RunContext
 from app.placement.controller import PlacementController
+from app.placement.emergency_checkpoint import save_last_step
 from app.placement.fully_async import FullyAsync
-from app.placement.last_step import save_last_step
 from app.placement.time_sharing import TimeSharing
 from app.protocols import Trainer
 from app.recovery.retrying_sync import RetryingWeightSync

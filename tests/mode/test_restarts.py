@@ -16,8 +16,8 @@ from app.errors import TrainerError
 from app.mode import train
 from app.mode.train import TrainingRun
 from app.placement.controller import CURSOR
+from app.placement.emergency_checkpoint import save_last_step
 from app.placement.fully_async import FullyAsync
-from app.placement.last_step import save_last_step
 from tests.checkpoint.plain_files import PlainFiles
 from tests.mode.test_ends_of_runs import training_run
 from tests.simulation import BOTH, SimTrainer, World, config, virtual, without_threads

@@ -16,8 +16,8 @@ from app.config.placement import PlacementKind
 from app.errors import EngineError, EngineLost, RunError
 from app.mode.train import CONTROLLERS
 from app.placement.controller import PlacementController
+from app.placement.emergency_checkpoint import save_last_step
 from app.placement.fully_async import FullyAsync
-from app.placement.last_step import save_last_step
 from app.rollout.requests import sampling_of
 from app.types import GroupRequest, InFlight, MemoryUse, TrainerMemory
 from tests.simulation import BOTH, SimEngine, World, config, long_tailed, now, play, virtual, without_threads

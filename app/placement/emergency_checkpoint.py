@@ -1,4 +1,4 @@
-"""The last finished step of a run that a signal or a failure ends: saved within `checkpoint.grace_s`."""
+"""The checkpoint of the last finished step of a run that a signal or a failure ends, within `checkpoint.grace_s`."""
 
 import asyncio
 
