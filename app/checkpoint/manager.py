@@ -32,6 +32,7 @@ from pathlib import Path
 
 from app.checkpoint.folder import ASIDE, BEST, FOLDER, LATEST, ResumePoint, complete, intact, newest_intact, step_of
 from app.checkpoint.run_state import RunState, read_state, set_accuracy, write_state
+from app.config.checkpoint import CheckpointConfig
 from app.errors import CheckpointError, ConfigError
 from app.protocols import Trainer
 from app.utils import files
@@ -166,6 +167,10 @@ class CheckpointManager:
     def committed_step(self) -> int | None:
         """The step of the checkpoint that this object committed or rewound to last."""
         return None if self._committed is None else step_of(self._committed)
+
+    def due(self, step: int, accuracy: float | None, config: CheckpointConfig) -> bool:
+        """Whether to save a step, be it the last or not: every `checkpoint.every` steps, and the best."""
+        return (config.every > 0 and step % config.every == 0) or self.is_best(accuracy)
 
     def is_best(self, accuracy: float | None) -> bool:
         """Whether a checkpoint with this accuracy would be the best, and is to be kept for that."""

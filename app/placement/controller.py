@@ -239,10 +239,9 @@ class PlacementController(ABC):
         if self.evaluation_due:
             await self._evaluate()
 
-        checkpoint = self.config.checkpoint
-        periodic = checkpoint.every > 0 and self.version % checkpoint.every == 0
-        best = self.context.checkpoints.is_best(self._accuracy_now)
-        if checkpoint.keep and (self.finished or periodic or best):
+        config = self.config.checkpoint
+        due = self.context.checkpoints.due(self.version, self._accuracy_now, config)
+        if config.keep and (self.finished or due):
             await self.save()
         self.context.memory.check()
 
