@@ -17,6 +17,7 @@ from app.errors import expect
 DECLARED = ("server_args.py", "arg_groups/fields/*.py")  # below sglang/srt
 FLAG = re.compile(r"--[a-z][\w-]*")
 CONTEXT_FLAG = "context-length"  # in tokens, in place of the model's own
+STATE_FLAG = "mamba-ssm-dtype"  # of the recurrent states of linear attention
 SEED_42 = "null: a request without a seed then samples with seed 42, so a group is one completion repeated"
 DRAFTS = "null: rollout.speculative is what drafts"
 THRESHOLD = "null: below 1 an engine accepts drafts more often than the policy would sample them"

@@ -5,6 +5,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from app.config.device import DeviceKind
+from app.config.engine_flags import STATE_FLAG
 from app.device.base import FLA_KERNELS, Device, Elementwise
 
 if TYPE_CHECKING:
@@ -73,7 +74,9 @@ def rotate(heads: "Tensor", cosines: "Tensor", sines: "Tensor") -> "Tensor":
 
 
 HCCL = {
-    "HCCL_CONNECT_TIMEOUT": "1500",
+    # Links are made by a group's first collective, and no abort ends a rank that waits for one: this is how long an
+    # engine that died before a sync's first broadcast holds the trainer. HCCL's own default is 120.
+    "HCCL_CONNECT_TIMEOUT": "300",
     # Otherwise several processes on one device would clash on HCCL's fixed port.
     "HCCL_HOST_SOCKET_PORT_RANGE": "auto",
     "HCCL_NPU_SOCKET_PORT_RANGE": "auto",
@@ -98,7 +101,8 @@ DEVICE = Device(
     has_gather=False,
     engine_fraction=0.7,
     abort_backend=abort_backend,
-    engine_flags={"device": "npu"},
+    # Atlas A2's and A3's kernel of linear attention takes no float32 state, and SGLang 0.5.23 makes one.
+    engine_flags={"device": "npu", STATE_FLAG: "bfloat16"},
     engine_env={
         "POSTTRAIN_ENGINE_DEVICE": "npu",
         **HCCL,

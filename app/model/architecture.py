@@ -52,9 +52,9 @@ class LinearAttention:
         """Parameters of one layer outside its projections: the convolution, the decays and the norm."""
         return self.channels * self.convolution + 2 * self.value_heads + self.value_dim
 
-    def state_bytes(self, conv_bytes: int) -> int:
-        """State of one layer and request: the float32 recurrent state and the last inputs of the convolution."""
-        recurrent = 4 * self.value_heads * self.key_dim * self.value_dim
+    def state_bytes(self, conv_bytes: int, item: int) -> int:
+        """State of one layer and request: the recurrent state, `item` bytes each, and the convolution's last inputs."""
+        recurrent = item * self.value_heads * self.key_dim * self.value_dim
         return recurrent + conv_bytes * self.channels * (self.convolution - 1)
 
 
@@ -142,11 +142,11 @@ class Architecture:
         """KV cache of one token on one engine rank. Every rank holds at least one head."""
         return self.full_layers * 2 * max(1, self.kv_heads // tensor_parallel) * self.head_dim * item
 
-    def state_bytes_per_request(self, conv_bytes: int, tensor_parallel: int = 1) -> int:
+    def state_bytes_per_request(self, conv_bytes: int, tensor_parallel: int = 1, *, item: int = 4) -> int:
         """Linear-attention state of one request on one engine rank; 0 without such layers."""
         if self.linear is None:
             return 0
-        return (self.layers - self.full_layers) * self.linear.state_bytes(conv_bytes) // tensor_parallel
+        return (self.layers - self.full_layers) * self.linear.state_bytes(conv_bytes, item) // tensor_parallel
 
     @property
     def _mlp_and_norms(self) -> int:

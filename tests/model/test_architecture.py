@@ -95,6 +95,7 @@ def test_cache_and_state_of_a_request_match_a_hand_calculation() -> None:
     convolution = (2 * 16 * 128 + 32 * 128) * 3 * 2  # channels × the last three inputs, bfloat16
     assert QWEN35_9B.state_bytes_per_request(2) == 24 * (recurrent + convolution)
     assert QWEN35_9B.state_bytes_per_request(2, tensor_parallel=4) == 6 * (recurrent + convolution)
+    assert QWEN35_9B.state_bytes_per_request(2, item=2) == 24 * (recurrent // 2 + convolution)
     assert QWEN3_4B.state_bytes_per_request(2) == 0
 
 

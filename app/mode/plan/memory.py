@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from app.config import RunConfig
 from app.config.device import DeviceKind
+from app.config.engine_flags import STATE_FLAG
 from app.config.offload import OptimizerOffload
 from app.config.trainer import Checkpointing
 from app.device import Device
@@ -111,7 +112,8 @@ def plan_engine(
         # SGLang sizes the caches before the draft's own embedding and head give way to the policy's.
         cache_bytes -= drafting["draft weights"] + draft.shared * item / width
         token_bytes += token_bytes * draft.layers // model.full_layers
-    state_bytes = model.state_bytes_per_request(CONV_BYTES, width)
+    half = str(flags.get(STATE_FLAG)) in ("bfloat16", "float16")
+    state_bytes = model.state_bytes_per_request(CONV_BYTES, width, item=2 if half else 4)
     requests = int(str(flags["max-running-requests"]))
     alone = flags.get("disable-radix-cache")  # then each request has one state, whatever the KV cache is left
     states_per_request = 1 if alone else STATES_PER_REQUEST + TRACKING_STATES
