@@ -92,8 +92,8 @@ class Episode:
         self.policy.close()
 
         failure = await self._close()
-        if failure is not None and not isinstance(outcome, Closed):
-            outcome = outcome if isinstance(outcome, Failed) else failure
+        if failure is not None and isinstance(outcome, End):
+            outcome = failure
         self._calls.end()
         if not self._stuck:
             return outcome
@@ -122,12 +122,9 @@ class Episode:
         left = self._clock.left
         while left > 0:
             await asyncio.sleep(min(left, CHECK_TIMEOUT_S))
-            left = CHECK_TIMEOUT_S if self._limits_itself else self._clock.left
-
-    @property
-    def _limits_itself(self) -> bool:
-        """Whether the environment has time limits of its own, such as that each tool of a turn may take `timeout_s`."""
-        return self._clock.step == "run" and getattr(self._environment, "limits_itself", False)
+            # a `run` may have limits of its own, such as that each tool of a turn may take `timeout_s`
+            limits_itself = self._clock.step == "run" and getattr(self._environment, "limits_itself", False)
+            left = CHECK_TIMEOUT_S if limits_itself else self._clock.left
 
     async def _cancel(self, running: "asyncio.Future[Any]", thread_s: float) -> None:
         """Cancel a run, and give a call in its thread so much time to end."""
