@@ -24,7 +24,7 @@ from app.environment.protocol import Message, Reply, ToolCall, Tools
 from app.environment.rendering import reply_parser
 from app.environment.rendering.chat_template import ChatTemplate
 from app.environment.rendering.tokenizer_file import TokenizerFile
-from app.utils.chat_messages import encode_marked
+from app.utils.chat_messages import CLOSE, OPEN, ControlTokens, encode_marked
 
 QUESTION: Message = {"role": "user", "content": "How much is it?"}
 MADE_UP = "Here stands a reply."
@@ -35,7 +35,6 @@ THOUGHTS: tuple[Message, ...] = (  # as a field, and in the text
     {**ANSWER, "reasoning_content": THOUGHT},
     {**ANSWER, "content": f"<think>\n{THOUGHT}\n</think>\n\n{MADE_UP}"},
 )
-OPEN, CLOSE = "<think>", "</think>"
 EMPTY_BLOCK = re.compile(r"<think>\s*(</think>\s*|$)")
 
 OK = "ok"
@@ -67,7 +66,8 @@ class ChatRenderer:
         """Load tokenizer and template. Raises `ValueError` if one cannot be read, or no stop token follows a reply."""
         self.tokenizer = TokenizerFile(folder)
         self._template = ChatTemplate(folder, template, {"enable_thinking": enable_thinking, **(variables or {})})
-        self._control = self.tokenizer.control_tokens
+        added = self.tokenizer.backend.get_added_tokens_decoder()
+        self._control = ControlTokens.of(added, self.tokenizer.encode, self.tokenizer.decode)
         self._keep_thinking = keep_thinking
         self._thinking = enable_thinking
         self._histories: dict[tuple[bool, bool], tuple[bool, bool]] = {}
