@@ -210,6 +210,7 @@ class RemoteWorker:
             self._died()
             return
 
+        blocks = f"{self._spec.name} blocks its event loop or holds the GIL"
         now = time.monotonic()
         timeout_s = self._spec.step_timeout_s
         overdue = now - 2 * timeout_s - ABORT_TIMEOUT_S
@@ -217,9 +218,9 @@ class RemoteWorker:
         forced = [each.closing_s for each in self.jobs.values() if each.closing_s is not None and each.force]
         if self.jobs and now - self._received_s > timeout_s + SILENCE_TIMEOUT_S:
             silence = now - self._received_s
-            self.end("late", f"the worker was silent for {silence:.0f} s: {self._blocks}")
+            self.end("late", f"the worker was silent for {silence:.0f} s: {blocks}")
         elif any(self._received_s < closing_s < now - CLOSE_TIMEOUT_S for closing_s in forced):
-            self.end("late", f"{self._blocks}, and the run does not wait for it")
+            self.end("late", f"{blocks}, and the run does not wait for it")
         elif any(closing_s < overdue for closing_s in closing):
             self.end("late", "an aborted job did not end")
 
@@ -288,10 +289,6 @@ class RemoteWorker:
     def _died(self, error: WireError | None = None) -> None:
         reason = "" if error is None else f"; it wrote to the worker's pipe: {error}"
         self.end("died", f"the worker process died{self._process.end()}{reason}{self._see_log}")
-
-    @property
-    def _blocks(self) -> str:
-        return f"{self._spec.name} blocks its event loop or holds the GIL"
 
     @property
     def _see_log(self) -> str:
