@@ -12,7 +12,6 @@ import asyncio
 import dataclasses
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -32,25 +31,16 @@ RUN_END_TIMEOUT_S = 1.0  # for the same, and for a call in a thread, where the r
 CHECK_TIMEOUT_S = 1.0  # between two looks at the clock, which stops while an engine is awaited
 
 
-@dataclass(frozen=True, slots=True)
-class Framing:
-    """Text before and after a question, and its system message."""
+def opening_of(task: Task, framing: Mapping[str, Any]) -> list[Message]:
+    """Return the conversation that an episode opens with. The driver has framed one that is of the data.
 
-    system: str | None
-    prefix: str
-    suffix: str
-
-    @classmethod
-    def of(cls, settings: Mapping[str, Any]) -> "Framing":
-        """Return the framing that a worker's settings name as `system`, `prefix` and `suffix`."""
-        return cls(settings.get("system"), settings.get("prefix", ""), settings.get("suffix", ""))
-
-    def messages(self, task: Task) -> list[Message]:
-        """Return the conversation that an episode opens with. The driver has framed one that is of the data."""
-        if task.messages:
-            return list(task.messages)
-        user = {"role": "user", "content": self.prefix + task.question + self.suffix}
-        return [user] if self.system is None else [{"role": "system", "content": self.system}, user]
+    `framing` may have text before and after a question, `prefix` and `suffix`, and its `system` message.
+    """
+    if task.messages:
+        return list(task.messages)
+    user = {"role": "user", "content": framing.get("prefix", "") + task.question + framing.get("suffix", "")}
+    system = framing.get("system")
+    return [user] if system is None else [{"role": "system", "content": system}, user]
 
 
 class Episode:
@@ -63,7 +53,7 @@ class Episode:
         ask: AskEngine,
         renderer: Renderer,
         limits: Limits,
-        framing: Framing,
+        framing: Mapping[str, Any],
         url: Callable[[EpisodePolicy], str],
     ) -> None:
         self.number = begin.job
@@ -72,7 +62,7 @@ class Episode:
         self._limits = limits
         self._clock = Clock(limits.timeout_s)
         self._calls = Calls()
-        opening = framing.messages(self._task)
+        opening = opening_of(self._task, framing)
         self.policy = EpisodePolicy(ask, renderer, limits, opening, begin.payload["prompt"], self._clock, url)
         self._environment: Any = None
         self._aborted = asyncio.Event()
