@@ -71,16 +71,9 @@ class EpisodePolicy:
         self._requests_sent = 0
         self._sequences = EpisodeSequences(renderer, limits.max_observation_tokens, opening)
         self._transcript = Transcript(clock)
+        self.turns = self._transcript.turns  # so far, for people
         self._tasks: set[asyncio.Task[Answer]] = set()
         self._closed = False
-
-    @property
-    def sequences(self) -> Sequence[OpenSequence]:
-        return self._sequences.all
-
-    @property
-    def turns(self) -> list[dict[str, Any]]:
-        return self._transcript.turns
 
     async def __call__(
         self, messages: Sequence[Message] | None, *, tools: Sequence[Tool] | None = None, max_tokens: int | None = None
