@@ -22,7 +22,7 @@ from app.environment.protocol import (
     Renderer,
     Reply,
     Sampled,
-    Tool,
+    Tools,
 )
 from app.environment.wire import Answer, Limits
 from app.environment.worker.limits import Clock
@@ -76,7 +76,7 @@ class EpisodePolicy:
         self._closed = False
 
     async def __call__(
-        self, messages: Sequence[Message] | None, *, tools: Sequence[Tool] | None = None, max_tokens: int | None = None
+        self, messages: Sequence[Message] | None, *, tools: Tools | None = None, max_tokens: int | None = None
     ) -> Reply:
         self._check_limits(max_tokens)
         messages = None if messages is None else normalized(messages)
@@ -91,14 +91,9 @@ class EpisodePolicy:
             continuation, new = self._sequences.continuation(messages, conversation, tools)
         self._transcript.add_messages(new, len(continuation.append))
 
-        started = time.monotonic()
-        sequence = self._sequences.extend(continuation)
-        before = len(sequence.token_ids)
-        answer = await self._sample(continuation, sequence, max_tokens, logprobs=False)
-
-        reply = self._reply(answer, sequence.token_ids[:before], time.monotonic() - started, tools)
+        _, reply = await self._sample(continuation, max_tokens, tools=tools)
         thoughts = (*reasonings(messages or ()), reply.reasoning)
-        end = ReplyEnd(continuation.sequence, before + len(answer.token_ids), thoughts)
+        end = ReplyEnd(continuation.sequence, reply.prompt_tokens + len(reply.token_ids), thoughts)
         self._sequences.remember(conversation, reply, end)
         return reply
 
@@ -112,9 +107,7 @@ class EpisodePolicy:
         continuation = self._sequences.continuation_of_tokens(token_ids)
         self._transcript.add_messages(self._renderer.read(continuation.append), len(continuation.append))
 
-        started = time.monotonic()
-        answer = await self._sample(continuation, self._sequences.extend(continuation), max_tokens, logprobs)
-        reply = self._reply(answer, token_ids, time.monotonic() - started)
+        answer, reply = await self._sample(continuation, max_tokens, logprobs=logprobs)
         log_probabilities = None if answer.logprobs is None else tuple(answer.logprobs)
         return Sampled(tuple(answer.token_ids), answer.finish, log_probabilities, reply.text)
 
@@ -150,14 +143,17 @@ class EpisodePolicy:
         return reason
 
     async def _sample(
-        self, continuation: Continuation, sequence: OpenSequence, max_tokens: int | None, logprobs: bool
-    ) -> Answer:
-        """Sample from an engine after the appended tokens. Raises `OutOfTokens` without room for another token."""
+        self, continuation: Continuation, max_tokens: int | None, *, logprobs: bool = False, tools: Tools | None = None
+    ) -> tuple[Answer, Reply]:
+        """Append tokens, sample from an engine after them, and parse that. Raises `OutOfTokens` without room for it."""
+        started = time.monotonic()
+        sequence = self._sequences.extend(continuation)
+        before = list(sequence.token_ids)
         self._requests_sent += 1
         self.count("observation_tokens", continuation.observed)
 
         most = min((each for each in (max_tokens, self._limits.max_turn_tokens) if each is not None), default=None)
-        request = self._ask(continuation.sequence, list(sequence.token_ids), most, logprobs)
+        request = self._ask(continuation.sequence, before, most, logprobs)
         task = asyncio.ensure_future(_extend(sequence, request))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -166,11 +162,8 @@ class EpisodePolicy:
             answer = await asyncio.shield(task)
         if answer.finish == "full":
             raise self._over(OutOfTokens("rollout.max_completion_tokens, or the context, is full"))
-        return answer
 
-    def _reply(
-        self, answer: Answer, before: Sequence[int], seconds: float, tools: Sequence[Tool] | None = None
-    ) -> Reply:
+        seconds = time.monotonic() - started
         reply = dataclasses.replace(
             self._renderer.parse(answer.token_ids, before, tools),
             truncated=answer.finish == "length",
@@ -182,7 +175,7 @@ class EpisodePolicy:
         self.count("tool_calls", len(reply.tool_calls))
         self.count("tool_failures", sum(not call.ok for call in reply.tool_calls))
         self._transcript.add("assistant", readable(reply), len(reply.token_ids), seconds)
-        return reply
+        return answer, reply
 
 
 async def _extend(sequence: OpenSequence, request: Awaitable[Answer]) -> Answer:
