@@ -203,7 +203,7 @@ class ToolLoop:
             if not limit.expired():
                 raise
             if self._calls.busy:
-                self._calls.abandon()
+                self._calls.end()
             raise Late from error
 
     async def close(self) -> None:

@@ -127,7 +127,7 @@ class Episode:
 
         if not await self._calls.until_idle(thread_s):
             self._stuck = True
-            self._calls.abandon()
+            self._calls.end()
 
     async def _run(self) -> End:
         await self._call(self._construct)
