@@ -37,16 +37,16 @@ THOUGHTS: tuple[Message, ...] = (  # as a field, and in the text
 )
 EMPTY_BLOCK = re.compile(r"<think>\s*(</think>\s*|$)")
 
-OK = "ok"
-PROBLEMS = {  # the package's status of a call → the message for the policy
+PROBLEMS = {  # the package's status of a call → that for the policy
+    "ok": "ok",
     "invalid_json": "the arguments of the call are not valid JSON",
     "unclosed_block": "the call was not closed",
     "missing_name": "the call has no name",
     "malformed_structure": "the call does not have the form of a tool call",
     "unknown_tool": "there is no such tool",
+    "not_an_object": "the arguments of the call are not a JSON object",  # a status of ours
 }
 UNREADABLE = "the call cannot be read"
-NOT_AN_OBJECT = "the arguments of the call are not a JSON object"
 START, END = "<|im_start|>", "<|im_end|>"
 TOOL_RESULT = re.compile(r"<tool_response>\n?(.*?)\n?</tool_response>", re.DOTALL)
 NO_REASONING = re.compile(r"</?think>")
@@ -206,20 +206,15 @@ def _tool_call(call: Any, index: int, tools: Tools | None) -> ToolCall:
 
     # XML arguments are JSON only where a schema says so
     if status == "invalid_json" and name and tools is None:
-        status = OK
-
-    if status == OK and not isinstance(name, str):
+        status = "ok"
+    if status == "ok" and not isinstance(name, str):
         status = "missing_name"
-    problem = OK if status == OK else PROBLEMS.get(status, UNREADABLE)
-    if problem == OK and not isinstance(arguments, Mapping):
-        problem = NOT_AN_OBJECT
+    elif status == "ok" and not isinstance(arguments, Mapping):
+        status = "not_an_object"
 
-    return ToolCall(
-        name if isinstance(name, str) else "",
-        dict(arguments) if isinstance(arguments, Mapping) else {},
-        problem,
-        id=f"call_{index}",
-    )
+    name = name if isinstance(name, str) else ""
+    arguments = dict(arguments) if isinstance(arguments, Mapping) else {}
+    return ToolCall(name, arguments, PROBLEMS.get(status, UNREADABLE), id=f"call_{index}")
 
 
 def messages_in(text: str) -> list[Message]:
