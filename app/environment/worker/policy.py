@@ -59,6 +59,7 @@ class EpisodePolicy:
         self.text = ""  # of the last reply
         self.ending: str | None = None  # of the last limit that was reached
         self.truncated = False  # the last reply
+        self.turns: list[dict[str, Any]] = []  # for people: role, text, tokens and seconds
         self.metrics = {"tool_calls": 0.0, "tool_failures": 0.0, "observation_tokens": 0.0}
         self._ask = ask
         self._renderer = renderer
@@ -69,9 +70,8 @@ class EpisodePolicy:
         self._open = url
         self._base_url: str | None = None
         self._requests_sent = 0
+        self._noted_s = 0.0  # the environment's own seconds that are in `turns`
         self._sequences = EpisodeSequences(renderer, limits.max_observation_tokens, opening)
-        self._transcript = Transcript(clock)
-        self.turns = self._transcript.turns  # so far, for people
         self._tasks: set[asyncio.Task[Answer]] = set()
         self._closed = False
 
@@ -89,7 +89,7 @@ class EpisodePolicy:
             raise ValueError("a conversation has at least one message; None stands for the data set's prompt")
         else:
             continuation, new = self._sequences.continuation(messages, conversation, tools)
-        self._transcript.add_messages(new, len(continuation.append))
+        self._add_messages(new, len(continuation.append))
 
         _, reply = await self._sample(continuation, max_tokens, tools=tools)
         thoughts = (*reasonings(messages or ()), reply.reasoning)
@@ -105,7 +105,7 @@ class EpisodePolicy:
         if not token_ids:
             raise ValueError("generate needs at least one token")
         continuation = self._sequences.continuation_of_tokens(token_ids)
-        self._transcript.add_messages(self._renderer.read(continuation.append), len(continuation.append))
+        self._add_messages(self._renderer.read(continuation.append), len(continuation.append))
 
         answer, reply = await self._sample(continuation, max_tokens, logprobs=logprobs)
         log_probabilities = None if answer.logprobs is None else tuple(answer.logprobs)
@@ -174,8 +174,20 @@ class EpisodePolicy:
         self.truncated = reply.truncated
         self.count("tool_calls", len(reply.tool_calls))
         self.count("tool_failures", sum(not call.ok for call in reply.tool_calls))
-        self._transcript.add("assistant", readable(reply), len(reply.token_ids), seconds)
+        self._add_turn("assistant", readable(reply), len(reply.token_ids), seconds)
         return answer, reply
+
+    def _add_messages(self, messages: Sequence[Message], tokens: int) -> None:
+        """Add what the policy reads. The tokens and seconds are of all of it: the last message has them."""
+        for message in messages:
+            self._add_turn(str(message.get("role")), str(message.get("content") or ""), 0, 0.0)
+        if messages:
+            seconds = self._clock.seconds - self._noted_s
+            self._noted_s += seconds
+            self.turns[-1] |= {"tokens": tokens, "seconds": seconds}
+
+    def _add_turn(self, role: str, text: str, tokens: int, seconds: float) -> None:
+        self.turns.append({"role": role, "text": text, "tokens": tokens, "seconds": seconds})
 
 
 async def _extend(sequence: OpenSequence, request: Awaitable[Answer]) -> Answer:
@@ -185,27 +197,6 @@ async def _extend(sequence: OpenSequence, request: Awaitable[Answer]) -> Answer:
         return answer
     finally:
         sequence.in_flight = False
-
-
-class Transcript:
-    """The turns of one episode."""
-
-    def __init__(self, clock: Clock) -> None:
-        self.turns: list[dict[str, Any]] = []  # role, text, tokens and seconds
-        self._clock = clock
-        self._noted_s = 0.0  # the environment's own seconds that are in `turns`
-
-    def add_messages(self, messages: Sequence[Message], tokens: int) -> None:
-        """Add what the policy reads. The tokens and seconds are of all of it: the last message has them."""
-        for message in messages:
-            self.add(str(message.get("role")), str(message.get("content") or ""), 0, 0.0)
-        if messages:
-            seconds = self._clock.seconds - self._noted_s
-            self._noted_s += seconds
-            self.turns[-1] |= {"tokens": tokens, "seconds": seconds}
-
-    def add(self, role: str, text: str, tokens: int, seconds: float) -> None:
-        self.turns.append({"role": role, "text": text, "tokens": tokens, "seconds": seconds})
 
 
 def readable(reply: Reply) -> str:
