@@ -58,7 +58,8 @@ class WorkerPool:
 
     @property
     def pids(self) -> list[int]:
-        return [worker.pid for worker in self._workers if worker.pid is not None and worker.state is not State.ended]
+        running = [worker.process.pid for worker in self._workers if worker.state is not State.ended]
+        return [pid for pid in running if pid is not None]
 
     @property
     def counts(self) -> dict[str, int]:
@@ -92,7 +93,7 @@ class WorkerPool:
         for worker in self._workers:
             worker.end("lost", f"the workers of {self.spec.name} were closed")
         for worker in (*self._workers, *self._replaced):
-            worker.reap()
+            worker.process.reap()
         self._wake_all()
 
     def _free(self) -> RemoteWorker | None:
@@ -146,7 +147,7 @@ class WorkerPool:
         successor = self._new_worker()
         self._workers[self._workers.index(worker)] = successor
         self._replaced.add(worker)
-        await in_thread(worker.reap)
+        await in_thread(worker.process.reap)
         self._replaced.discard(worker)
         return successor
 

@@ -75,7 +75,7 @@ class WorkerProcess:
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     def reap(self, timeout_s: float = KILL_TIMEOUT_S) -> int | None:
-        """Wait for a process that was killed or ends; return its exit code, None if that is not known."""
+        """Wait for a killed process: milliseconds, unless much memory is freed. Returns its exit code, if known."""
         if self._process is None:
             return None
         with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in the kernel

@@ -156,17 +156,13 @@ class RemoteWorker:
         self.jobs: dict[int, Job] = {}  # that run in it, by number
         self.problem = ""  # why it ended
         self.cancelled = False  # its last jobs were to close at once: the run may need no successor
+        self.process = WorkerProcess(spec.handler, spec.python, spec.log)
         self._spec = spec
         self._on_job_end = on_job_end
         self._on_end = on_end
-        self._process = WorkerProcess(spec.handler, spec.python, spec.log)
         self._lines = LineProtocol(spec.codec, self._receive, self._died)
         self._started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._received_s = time.monotonic()
-
-    @property
-    def pid(self) -> int | None:
-        return self._process.pid
 
     async def start(self) -> None:
         """Start the process and load the handler.
@@ -178,7 +174,7 @@ class RemoteWorker:
         """
         if self.state is State.ended:  # closed before it could start
             await self._started
-        end = self._process.start()
+        end = self.process.start()
         try:
             await asyncio.get_running_loop().create_connection(lambda: self._lines, sock=end)
         except BaseException:
@@ -204,9 +200,9 @@ class RemoteWorker:
 
     def check(self) -> None:
         """End the worker if it hangs or has died, or does not close an aborted job."""
-        if self.state is State.ended or self._process.pid is None:
+        if self.state is State.ended or self.process.pid is None:
             return
-        if self._process.has_exited():  # a child that it forked may hold its pipe
+        if self.process.has_exited():  # a child that it forked may hold its pipe
             self._died()
             return
 
@@ -231,7 +227,7 @@ class RemoteWorker:
         blamed = self._jobs_at_fault(kind)
         self.state = State.ended
         self.problem = text
-        self._process.kill()
+        self.process.kill()
         self._lines.close()
         if not self._started.done():
             error = WorkerDied if kind == "died" else RunError
@@ -242,10 +238,6 @@ class RemoteWorker:
             lost = Failed(job.number, "lost", f"the worker ended while this job waited for an answer: {text}")
             job.receive(Failed(job.number, kind, text) if job in blamed else lost)
         self._on_end(self)
-
-    def reap(self) -> None:
-        """Wait for the killed process, blocking: milliseconds, unless much memory is freed."""
-        self._process.reap()
 
     def _jobs_at_fault(self, kind: str) -> list[Job]:
         """Return the jobs to blame for the worker's end: those whose own code was running.
@@ -288,7 +280,7 @@ class RemoteWorker:
 
     def _died(self, error: WireError | None = None) -> None:
         reason = "" if error is None else f"; it wrote to the worker's pipe: {error}"
-        self.end("died", f"the worker process died{self._process.end()}{reason}{self._see_log}")
+        self.end("died", f"the worker process died{self.process.end()}{reason}{self._see_log}")
 
     @property
     def _see_log(self) -> str:
