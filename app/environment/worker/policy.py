@@ -13,27 +13,10 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from app.environment.protocol import (
-    EpisodeOver,
-    Message,
-    OutOfTime,
-    OutOfTokens,
-    OutOfTurns,
-    Renderer,
-    Reply,
-    Sampled,
-    Tools,
-)
+from app.environment.protocol import Message, OutOfTime, OutOfTokens, OutOfTurns, Renderer, Reply, Sampled, Tools
 from app.environment.wire import Answer, Limits
 from app.environment.worker.limits import Clock
-from app.environment.worker.sequences import (
-    Continuation,
-    EpisodeSequences,
-    OpenSequence,
-    ReplyEnd,
-    conversation_key,
-    reasonings,
-)
+from app.environment.worker.sequences import Continuation, EpisodeSequences, OpenSequence, conversation_key
 from app.utils.chat_messages import normalized
 
 # sequence, all its tokens, max_tokens, logprobs
@@ -92,9 +75,7 @@ class EpisodePolicy:
         self._add_messages(new, len(continuation.append))
 
         _, reply = await self._sample(continuation, max_tokens, tools=tools)
-        thoughts = (*reasonings(messages or ()), reply.reasoning)
-        end = ReplyEnd(continuation.sequence, reply.prompt_tokens + len(reply.token_ids), thoughts)
-        self._sequences.remember(conversation, reply, end)
+        self._sequences.remember(continuation.sequence, messages or (), conversation, reply)
         return reply
 
     async def generate(
@@ -138,7 +119,7 @@ class EpisodePolicy:
         if self._clock.seconds > limits.episode_s:
             raise self._over(OutOfTime(f"environment.episode_s={limits.episode_s:g}"))
 
-    def _over(self, reason: EpisodeOver) -> EpisodeOver:
+    def _over(self, reason: OutOfTokens | OutOfTurns | OutOfTime) -> Exception:
         self.ending = reason.ending
         return reason
 
