@@ -18,17 +18,7 @@ from pathlib import Path
 
 from app.config.reward import CODE, RewardConfig
 from app.errors import ConfigError, RunError
-from app.reward.component import (
-    Failure,
-    FailureKind,
-    LoggedScore,
-    Outcome,
-    RewardComponent,
-    RewardFunction,
-    Value,
-    built_in,
-    evaluate,
-)
+from app.reward.component import Failure, FailureKind, LoggedScore, Outcome, RewardComponent, Value, built_in, evaluate
 from app.reward.reward_pool import RewardPool
 from app.types import Trajectory
 from app.utils.tasks import gather_or_raise
@@ -72,7 +62,7 @@ class Scorer:
         self._failures = FailureWindow("trajectories failed", key, limit, step_trajectories, consequence, warn, kinds)
         self._components = components_of(config)
         in_process = [component for component in self._components if not component.isolated]
-        self._in_process: dict[str, RewardFunction] = {each.name: each.load() for each in in_process}
+        self._in_process = {each.name: each.load() for each in in_process}
         self.pools = [
             RewardPool(component, workers=config.workers, timeout_s=config.timeout_s, log=log, warn=warn)
             for component in self._components

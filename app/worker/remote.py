@@ -19,20 +19,7 @@ from typing import Any
 from app.errors import RunError
 from app.utils.user_code import LoadError
 from app.worker.process import WorkerProcess
-from app.worker.wire import (
-    Begin,
-    Close,
-    Closed,
-    Codec,
-    Failed,
-    Heartbeat,
-    LineProtocol,
-    Ready,
-    Refused,
-    Request,
-    Start,
-    WireError,
-)
+from app.worker.wire import Begin, Close, Closed, Codec, Failed, Heartbeat, LineProtocol, Ready, Refused, Request, Start
 
 SILENCE_TIMEOUT_S = 10.0  # beyond `step_timeout_s`, without a beat
 CLOSE_TIMEOUT_S = 5.0  # without a beat since a job was to close at once
@@ -278,7 +265,7 @@ class RemoteWorker:
         if self.state is State.retiring and not self.jobs:
             self.end("late", self.problem)
 
-    def _died(self, error: WireError | None = None) -> None:
+    def _died(self, error: Exception | None = None) -> None:
         reason = "" if error is None else f"; it wrote to the worker's pipe: {error}"
         self.end("died", f"the worker process died{self.process.end()}{reason}{self._see_log}")
 
