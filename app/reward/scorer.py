@@ -169,13 +169,11 @@ def not_accepted(component: RewardComponent, why: str, accepted: str = LOADABLE)
 
 def _chunks(trajectories: Sequence[Trajectory], per_trajectory: bool) -> Iterator[slice]:
     """Yield runs of one prompt's trajectories, or single trajectories, which spread over all workers."""
+    lengths = [len(list(run)) for _, run in groupby(trajectories, key=lambda trajectory: trajectory.prompt.id)]
     start = 0
-    for _, run in groupby(trajectories, key=lambda trajectory: trajectory.prompt.id):
-        length = len(list(run))
-        size = 1 if per_trajectory else length
-        for begin in range(start, start + length, size):
-            yield slice(begin, begin + size)
-        start += length
+    for size in [1] * len(trajectories) if per_trajectory else lengths:
+        yield slice(start, start + size)
+        start += size
 
 
 def _record(values: Values, name: str, outcome: Outcome) -> None:
