@@ -73,14 +73,9 @@ class Job:
     closing_s: float | None = None  # when it got the message to abort it
     force: bool = False  # it was cancelled, and its worker is killed after a few seconds
     failure: Failed | None = None  # None before its end, and if it ended well or was aborted
+    requests: set[int] = field(default_factory=set)  # that wait for an answer: none of the job's own code runs
     _messages: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
-    _requests: set[int] = field(default_factory=set)
     _ended: asyncio.Event = field(default_factory=asyncio.Event)
-
-    @property
-    def waits(self) -> bool:
-        """Whether the job waits for an answer of the driver, so that none of its own code runs."""
-        return bool(self._requests)
 
     @property
     def ended(self) -> bool:
@@ -92,7 +87,7 @@ class Job:
 
     def reply(self, request: Request, message: Any) -> None:
         """Send the answer to a request; without effect when the job has ended."""
-        self._requests.discard(request.number)
+        self.requests.discard(request.number)
         if not self.ended:
             self.sent_s = time.monotonic()
             self._send(message)
@@ -117,7 +112,7 @@ class Job:
         if self.ended:
             return
         if isinstance(message, Request):
-            self._requests.add(message.number)
+            self.requests.add(message.number)
             self._messages.put_nowait(message)
             return
 
@@ -232,7 +227,7 @@ class RemoteWorker:
         In a worker that fell silent, a job with a message newer than the worker's last read is not blamed, unless that
         leaves none.
         """
-        own_code = [each for each in self.jobs.values() if not each.waits]
+        own_code = [each for each in self.jobs.values() if not each.requests]
         if kind != "late":
             return own_code
         own_code = [each for each in own_code if each.sent_s <= self._received_s + READ_TIMEOUT_S] or own_code
