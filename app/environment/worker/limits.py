@@ -1,4 +1,4 @@
-"""The clock of an episode, and the limits of an observation and of a worker's memory."""
+"""The limits of an episode, of an observation and of a worker's memory."""
 
 import resource
 import time
@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from app.environment.protocol import EpisodeOver, OutOfTime, OutOfTurns
+from app.environment.wire import Limits
 from app.utils.user_code import LoadError
 
 SHRINK = 0.9  # of the length that should fit, since tokens are not spread evenly
@@ -56,6 +58,20 @@ class Clock:
     @property
     def _segment_s(self) -> float:
         return 0.0 if self._requests else time.monotonic() - self._since
+
+
+def reached(limits: Limits, requests_sent: int, seconds: float) -> EpisodeOver | None:
+    """Return the limit that forbids another request of an episode to its policy, if one does."""
+    if requests_sent >= limits.max_turns:
+        return OutOfTurns(f"environment.max_turns={limits.max_turns}")
+    if seconds > limits.episode_s:
+        return OutOfTime(f"environment.episode_s={limits.episode_s:g}")
+    return None
+
+
+def turn_tokens(limits: Limits, max_tokens: int | None) -> int | None:
+    """Return the most tokens of a completion: the environment's own limit, or `environment.max_turn_tokens`."""
+    return min((each for each in (max_tokens, limits.max_turn_tokens) if each is not None), default=None)
 
 
 def shorten(text: str, max_tokens: int, count: Callable[[str], int]) -> str:

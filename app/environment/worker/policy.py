@@ -13,9 +13,9 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from app.environment.protocol import Message, OutOfTime, OutOfTokens, OutOfTurns, Renderer, Reply, Sampled, Tools
+from app.environment.protocol import EpisodeOver, Message, OutOfTokens, Renderer, Reply, Sampled, Tools
 from app.environment.wire import Answer, Limits
-from app.environment.worker.limits import Clock
+from app.environment.worker.limits import Clock, reached, turn_tokens
 from app.environment.worker.sequences import Continuation, EpisodeSequences, OpenSequence, conversation_key
 from app.utils.chat_messages import normalized
 
@@ -112,14 +112,10 @@ class EpisodePolicy:
             raise ValueError(f"max_tokens={max_tokens} is not accepted: give at least 1")
         if self._closed:
             raise RuntimeError("the episode is over: the policy is not sampled again")
+        if (over := reached(self._limits, self._requests_sent, self._clock.seconds)) is not None:
+            raise self._over(over)
 
-        limits = self._limits
-        if self._requests_sent >= limits.max_turns:
-            raise self._over(OutOfTurns(f"environment.max_turns={limits.max_turns}"))
-        if self._clock.seconds > limits.episode_s:
-            raise self._over(OutOfTime(f"environment.episode_s={limits.episode_s:g}"))
-
-    def _over(self, reason: OutOfTokens | OutOfTurns | OutOfTime) -> Exception:
+    def _over(self, reason: EpisodeOver) -> EpisodeOver:
         self.ending = reason.ending
         return reason
 
@@ -133,7 +129,7 @@ class EpisodePolicy:
         self._requests_sent += 1
         self.count("observation_tokens", continuation.observed)
 
-        most = min((each for each in (max_tokens, self._limits.max_turn_tokens) if each is not None), default=None)
+        most = turn_tokens(self._limits, max_tokens)
         request = self._ask(continuation.sequence, before, most, logprobs)
         task = asyncio.ensure_future(_extend(sequence, request))
         self._tasks.add(task)
