@@ -37,7 +37,7 @@ class Epochs(Iterator[Prompt]):
 
     def __init__(self, prompts: Sequence[Prompt], *, seed: int, shuffle: bool) -> None:
         self._prompts = list(prompts)
-        self._by_id = {prompt.id: prompt for prompt in prompts}
+        self._rows = {prompt.id: row for row, prompt in enumerate(self._prompts)}
         self._seed = seed
         self._shuffle = shuffle
         self.restore(0, 0)
@@ -67,9 +67,16 @@ class Epochs(Iterator[Prompt]):
         self._order = np.arange(len(self)) if drawn is None else drawn
 
     def prompt(self, prompt_id: str) -> Prompt:
-        """Look up a dispatched prompt by id."""
-        base, _, _ = prompt_id.rpartition("@")
-        return replace(self._by_id[base], id=prompt_id)
+        """Look up a dispatched prompt by id. Raises `KeyError` for any other id."""
+        base, _, epoch_text = prompt_id.rpartition("@")
+        if base not in self._rows or not epoch_text.isdecimal():
+            raise KeyError(f"no prompt {prompt_id}")
+
+        row = self._rows[base]
+        epoch = int(epoch_text)
+        if epoch > self.epoch or (epoch == self.epoch and row in self._order[self.position :]):
+            raise KeyError(f"prompt {prompt_id} was not dispatched yet")
+        return replace(self._prompts[row], id=prompt_id)
 
 
 class PromptCursor(Iterator[Prompt]):
@@ -83,12 +90,15 @@ class PromptCursor(Iterator[Prompt]):
         cursor.requeue([second.id])         # next(cursor) returns it again
 
     With `shuffle` each epoch of a set has another order, seeded by `seed`. `weights` by source mix several training
-    sets; without weights all prompts are one set. Every set has a prompt, and the ids are unique.
+    sets; without weights all prompts are one set.
     """
 
     def __init__(
         self, prompts: Sequence[Prompt], *, seed: int, shuffle: bool, weights: Mapping[str, float] | None = None
     ) -> None:
+        if not prompts or len({prompt.id for prompt in prompts}) != len(prompts):
+            raise ValueError("a cursor needs at least one prompt, and unique prompt ids")
+
         self.prompts = prompts
         self._fingerprint = fingerprint(prompts, seed=seed, shuffle=shuffle, weights=weights)
 
@@ -123,8 +133,10 @@ class PromptCursor(Iterator[Prompt]):
         return [next(self) for _ in range(count)]
 
     def prompt(self, prompt_id: str) -> Prompt:
-        """Look up a dispatched prompt by id."""
+        """Look up a dispatched prompt by id. Raises `KeyError` for any other id."""
         source = ONLY if ONLY in self._sets else prompt_id.partition("/")[0]
+        if source not in self._sets:
+            raise KeyError(f"no prompt {prompt_id}")
         return self._sets[source].prompt(prompt_id)
 
     def mark_consumed(self, prompt_ids: Sequence[str]) -> None:

@@ -112,6 +112,8 @@ def test_ids_that_are_not_in_flight_are_rejected() -> None:
     for wrong in (later, "set/0@1", "set/9@0", "set/0", "other/0@0", ""):
         with pytest.raises(KeyError):
             stream.requeue([wrong])
+        with pytest.raises(KeyError):
+            stream.prompt(wrong)
     stream.requeue([dispatched[0]])
     for finish in (stream.requeue, stream.mark_consumed):
         with pytest.raises(KeyError, match="is not in flight"):
