@@ -11,7 +11,7 @@ from typing import Any
 from app.environment.protocol import Task
 from app.environment.wire import Answer, End, Limits, SampleRequest
 from app.environment.worker.calls import Calls
-from app.environment.worker.episode import Episode, Framing
+from app.environment.worker.episode import Episode
 from app.worker.remote import Job
 from app.worker.wire import Begin, Close, Closed, Failed
 
@@ -141,8 +141,7 @@ class InProcessEnvironments:
             return worker.asks[request.number]
 
         begin = Begin(number, {"task": fields, "prompt": list(prompt_ids)})
-        framing = Framing(None, "", "")
-        worker.episode = Episode(begin, self.make, ask, self.renderer, self.limits, framing, lambda policy: "")
+        worker.episode = Episode(begin, self.make, ask, self.renderer, self.limits, {}, lambda policy: "")
         worker.episode._calls = AtOnce()
         worker.playing = asyncio.create_task(worker.episode.play())
 

@@ -34,10 +34,6 @@ class RowCounts:
         return cls(Counter(each.source for each in train), by_set, loaded.held_out, loaded.broken, weights)
 
     @property
-    def total(self) -> int:
-        return sum(self.train.values()) + sum(self.evals.values())
-
-    @property
     def text(self) -> str:
         """One line.
 

@@ -164,7 +164,8 @@ def build(
 
     cursor = PromptCursor(kept, seed=seed, shuffle=config.shuffle, weights=config.weights)
     counts = RowCounts.of(kept, evals, loaded, config.weights)
-    return PromptData(cursor, evals, counts, total - counts.total, total, loaded.warnings)
+    dropped = total - len(kept) - sum(map(len, evals.values()))
+    return PromptData(cursor, evals, counts, dropped, total, loaded.warnings)
 
 
 def within_limit(prompts: Sequence[Prompt], max_prompt_tokens: int, label: str) -> list[Prompt]:

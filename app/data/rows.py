@@ -151,9 +151,13 @@ def load(config: DataConfig, *, tasks: Tasks = (), replies: bool = False) -> Dat
         names = ", ".join(f"data.eval_sets.{name}" for name in held_out_sets)
         share = f"{config.eval_fraction:g} of its rows"
         warnings.append(f"data.path={config.path} has no other splits: holding out {share} for {names}")
+
+    known = {row.prompt_key for row in train}
     for name, evaluation in evals.items():
-        remedy = "; data.distinct=true keeps one of each" if name in held_out_sets and not config.distinct else ""
-        warnings += _overlap_warnings(train, name, evaluation, remedy)
+        if shared := sum(row.prompt_key in known for row in evaluation):
+            remedy = "; data.distinct=true keeps one of each" if name in held_out_sets and not config.distinct else ""
+            questions = f"{shared} of the {len(evaluation)} questions of evaluation set {name}"
+            warnings.append(f"{questions} are in the training set: its accuracy measures memorization{remedy}")
     return DataRows(train, evals, warnings, held_out_sets, reader.skipped)
 
 
@@ -291,14 +295,3 @@ def _hold_out(rows: list[Row], row_set: RowSet, fraction: float) -> tuple[list[R
     held_out = set(random.Random(SEED).sample(range(len(rows)), count))
     train = [row for index, row in enumerate(rows) if index not in held_out]
     return train, [rows[index] for index in sorted(held_out)]
-
-
-def _overlap_warnings(train: Sequence[Row], name: str, evaluation: Sequence[Row], remedy: str) -> list[str]:
-    known = {row.prompt_key for row in train}
-    shared = sum(row.prompt_key in known for row in evaluation)
-    if not shared:
-        return []
-    return [
-        f"{shared} of the {len(evaluation)} questions of evaluation set {name} are in the training set: its accuracy "
-        f"measures memorization{remedy}"
-    ]

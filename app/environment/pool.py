@@ -37,22 +37,12 @@ class EnvironmentPool(WorkerPool):
         self, spec: EnvironmentSpec, *, workers: int, episodes: int, log: Path | None, warn: Callable[[str], None]
     ) -> None:
         settings = dataclasses.asdict(spec)
-        self._python = settings.pop("python")
-        super().__init__(
-            WorkerSpec(
-                "the environment",
-                f"{__package__}.worker.handler",
-                settings,
-                CODEC,
-                START_TIMEOUT_S,
-                python=spec.python,
-                log=log,
-                step_timeout_s=spec.limits.timeout_s,
-            ),
-            workers=workers,
-            jobs=episodes,
-            warn=warn,
+        python = settings.pop("python")
+        handler = f"{__package__}.worker.handler"
+        worker = WorkerSpec(
+            "the environment", handler, settings, CODEC, START_TIMEOUT_S, python, log, spec.limits.timeout_s
         )
+        super().__init__(worker, workers=workers, jobs=episodes, warn=warn)
 
     async def start(self) -> None:
         """Start all workers. Raises `ConfigError` if they cannot load the environment; else as `start_workers`."""
@@ -62,7 +52,7 @@ class EnvironmentPool(WorkerPool):
             raise ConfigError("", "", reason=str(error)) from error
         except OSError as error:
             accepted = "a Python that can be run"
-            raise ConfigError("environment.python", self._python, accepted, str(error.strerror)) from error
+            raise ConfigError("environment.python", self.spec.python, accepted, str(error.strerror)) from error
 
     async def begin(self, task: Task, prompt_ids: Sequence[int]) -> Job:
         """Begin an episode in the least busy worker; waits for a free slot.

@@ -54,9 +54,8 @@ def _docstring(text: str) -> tuple[str, dict[str, str]]:
     for title, body in zip(sections[1::2], sections[2::2], strict=True):
         if title not in ("Args", "Arguments", "Parameters"):
             continue
-        lines = inspect.cleandoc("\n" + body).splitlines()
         name = ""
-        for line in lines:
+        for line in inspect.cleandoc("\n" + body).splitlines():
             if match := ARGUMENT.match(line):
                 name = match[1]
                 described[name] = match[2]

@@ -112,10 +112,6 @@ class CallFailed(Exception):
     """A call without a result. The message is for the policy."""
 
 
-class Late(Exception):
-    """A call took longer than `environment.timeout_s`."""
-
-
 class ToolLoop:
     """One episode with tools."""
 
@@ -175,17 +171,14 @@ class ToolLoop:
         def create() -> None:
             self._instances[owner] = owner()
 
-        try:
-            await self._within_limit(create)
-        except Late as error:
-            message = f"{owner.__name__}() took longer than environment.timeout_s={self._timeout_s:g}"
-            raise TimeoutError(message) from error
+        late = TimeoutError(f"{owner.__name__}() took longer than environment.timeout_s={self._timeout_s:g}")
+        await self._within_limit(create, late)
 
     async def _call(self, name: str, function: Callable[[], Any]) -> Any:
         try:
-            return await self._within_limit(function)
-        except Late as error:
-            raise CallFailed(f"{name} took longer than {self._timeout_s:g} s") from error
+            return await self._within_limit(function, CallFailed(f"{name} took longer than {self._timeout_s:g} s"))
+        except CallFailed:
+            raise
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
@@ -194,8 +187,8 @@ class ToolLoop:
         except Exception as error:  # a tool raises anything
             raise CallFailed(_shown(error)) from error
 
-    async def _within_limit(self, function: Callable[[], Any]) -> Any:
-        """Call a function; `Late` after `timeout_s`, and then the next call has a thread of its own."""
+    async def _within_limit(self, function: Callable[[], Any], late: Exception) -> Any:
+        """Call a function; raise `late` after `timeout_s`, and then the next call has a thread of its own."""
         try:
             async with asyncio.timeout(self._timeout_s) as limit:
                 return await self._calls(function)
@@ -203,8 +196,8 @@ class ToolLoop:
             if not limit.expired():
                 raise
             if self._calls.busy:
-                self._calls.abandon()
-            raise Late from error
+                self._calls.end()
+            raise late from error
 
     async def close(self) -> None:
         """Call the `close` of each instance; then raise the first error of them."""

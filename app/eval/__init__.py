@@ -38,16 +38,11 @@ async def evaluate(
     No weight sync may begin meanwhile, so that one policy version samples every completion. Training completions may
     be in flight: they slow the evaluation down and do not change it.
     """
-    settings = config.eval
-    sampling = Sampling(
-        settings.temperature,
-        settings.top_p,
-        config.rollout.max_completion_tokens,
-        settings.top_k,
-        tuple(config.rollout.stop),
-    )
+    settings, rollout = config.eval, config.rollout
+    stop = tuple(rollout.stop)
+    sampling = Sampling(settings.temperature, settings.top_p, rollout.max_completion_tokens, settings.top_k, stop)
     # as many completions in flight as in training, where staleness may be the tighter bound
-    in_training = config.rollout.max_inflight_groups or config.groups_in_flight
+    in_training = rollout.max_inflight_groups or config.groups_in_flight
     limit = max(1, in_training * config.algorithm.group_size // settings.samples)
 
     metrics: dict[str, dict[str, float]] = {}

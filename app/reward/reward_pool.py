@@ -44,7 +44,6 @@ class RewardPool(WorkerPool):
         super().__init__(spec, workers=workers, jobs=1, warn=self._write_to_log)
         self.component = component
         self.retried = 0  # trajectories that were scored again, alone
-        self._log = log
         self._timeout_s = component.deadline_s(timeout_s)  # per trajectory
         self._warn_user = warn
         self._warned: set[str] = set()
@@ -120,6 +119,6 @@ class RewardPool(WorkerPool):
 
     def _write_to_log(self, text: str) -> None:
         """Add what a worker could not log itself: why it was replaced."""
-        if self._log is not None:
-            with self._log.open("a", encoding="utf-8") as log:
+        if self.spec.log is not None:
+            with self.spec.log.open("a", encoding="utf-8") as log:
                 log.write(f"{text}\n")

@@ -18,17 +18,7 @@ from pathlib import Path
 
 from app.config.reward import CODE, RewardConfig
 from app.errors import ConfigError, RunError
-from app.reward.component import (
-    Failure,
-    FailureKind,
-    LoggedScore,
-    Outcome,
-    RewardComponent,
-    RewardFunction,
-    Value,
-    built_in,
-    evaluate,
-)
+from app.reward.component import Failure, FailureKind, LoggedScore, Outcome, RewardComponent, Value, built_in, evaluate
 from app.reward.reward_pool import RewardPool
 from app.types import Trajectory
 from app.utils.tasks import gather_or_raise
@@ -72,7 +62,7 @@ class Scorer:
         self._failures = FailureWindow("trajectories failed", key, limit, step_trajectories, consequence, warn, kinds)
         self._components = components_of(config)
         in_process = [component for component in self._components if not component.isolated]
-        self._in_process: dict[str, RewardFunction] = {each.name: each.load() for each in in_process}
+        self._in_process = {each.name: each.load() for each in in_process}
         self.pools = [
             RewardPool(component, workers=config.workers, timeout_s=config.timeout_s, log=log, warn=warn)
             for component in self._components
@@ -179,13 +169,11 @@ def not_accepted(component: RewardComponent, why: str, accepted: str = LOADABLE)
 
 def _chunks(trajectories: Sequence[Trajectory], per_trajectory: bool) -> Iterator[slice]:
     """Yield runs of one prompt's trajectories, or single trajectories, which spread over all workers."""
+    lengths = [len(list(run)) for _, run in groupby(trajectories, key=lambda trajectory: trajectory.prompt.id)]
     start = 0
-    for _, run in groupby(trajectories, key=lambda trajectory: trajectory.prompt.id):
-        length = len(list(run))
-        size = 1 if per_trajectory else length
-        for begin in range(start, start + length, size):
-            yield slice(begin, begin + size)
-        start += length
+    for size in [1] * len(trajectories) if per_trajectory else lengths:
+        yield slice(start, start + size)
+        start += size
 
 
 def _record(values: Values, name: str, outcome: Outcome) -> None:

@@ -66,10 +66,8 @@ class Teacher:
 
     async def __aenter__(self) -> "Teacher":
         key = os.environ.get(KEY)
-        self._clients = {
-            source: [Client(f"the teacher at {url}", url, key) for url in urls]
-            for source, urls in self.config.servers.items()
-        }
+        for source, urls in self.config.servers.items():
+            self._clients[source] = [Client(f"the teacher at {url}", url, key) for url in urls]
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -10,7 +10,7 @@ Invariants:
 
 import asyncio
 import itertools
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,8 +33,6 @@ class WorkerPool:
     workers: int
     jobs: int  # that one process runs at once
     warn: Callable[[str], None]  # called with a sentence when a worker is replaced
-    failures: Counter[str] = field(default_factory=Counter)  # failed jobs by kind
-    restarts: int = 0  # workers that were replaced
     closed: bool = False
     _workers: list[RemoteWorker] = field(default_factory=list)
     _ended: list[RemoteWorker] = field(default_factory=list)  # to be replaced by the next `begin`
@@ -55,14 +53,6 @@ class WorkerPool:
     @property
     def info(self) -> Mapping[str, Any]:
         return self._workers[0].info if self._workers else {}
-
-    @property
-    def pids(self) -> list[int]:
-        return [worker.pid for worker in self._workers if worker.pid is not None and worker.state is not State.ended]
-
-    @property
-    def counts(self) -> dict[str, int]:
-        return {**self.failures, "restarts": self.restarts}
 
     async def begin_job(self, payload: Any) -> Job:
         """Begin a job in the least busy worker, once one has room. Raises `RunError` if the pool is closed."""
@@ -92,7 +82,7 @@ class WorkerPool:
         for worker in self._workers:
             worker.end("lost", f"the workers of {self.spec.name} were closed")
         for worker in (*self._workers, *self._replaced):
-            worker.reap()
+            worker.process.reap()
         self._wake_all()
 
     def _free(self) -> RemoteWorker | None:
@@ -104,11 +94,6 @@ class WorkerPool:
         ready = [each for each in self._workers if each.state is State.ready and len(each.jobs) < self.jobs]
         return min(ready, key=lambda each: len(each.jobs), default=None)
 
-    def _job_ended(self, job: Job) -> None:
-        if job.failure is not None:
-            self.failures[job.failure.kind] += 1
-        self._wake()
-
     def _worker_ended(self, worker: RemoteWorker) -> None:
         if worker.loaded and not self.closed:
             if worker.cancelled and all(turn.done() for turn in self._waiting):
@@ -117,7 +102,7 @@ class WorkerPool:
                 self._spawn(self._replace(worker))
 
     def _new_worker(self) -> RemoteWorker:
-        return RemoteWorker(self.spec, self._job_ended, self._worker_ended)
+        return RemoteWorker(self.spec, self._wake, self._worker_ended)
 
     async def _start_all(self) -> None:
         try:
@@ -138,7 +123,6 @@ class WorkerPool:
         self._wake()
 
     async def _replace(self, worker: RemoteWorker) -> None:
-        self.restarts += 1
         self.warn(f"A worker of {self.spec.name} is replaced: {worker.problem}.")
         await self._start(await self._swap_in_successor(worker))
 
@@ -146,7 +130,7 @@ class WorkerPool:
         successor = self._new_worker()
         self._workers[self._workers.index(worker)] = successor
         self._replaced.add(worker)
-        await in_thread(worker.reap)
+        await in_thread(worker.process.reap)
         self._replaced.discard(worker)
         return successor
 

@@ -76,8 +76,13 @@ class WorkerProcess:
             with contextlib.suppress(ProcessLookupError, PermissionError):  # it exited in the meantime
                 os.killpg(self._process.pid, signal.SIGKILL)
 
-    def reap(self) -> None:
-        self._wait(KILL_TIMEOUT_S)
+    def reap(self, timeout_s: float = KILL_TIMEOUT_S) -> int | None:
+        """Wait for a killed process: milliseconds, unless much memory is freed. Returns its exit code, if known."""
+        if self._process is None:
+            return None
+        with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in the kernel
+            return self._process.wait(timeout_s)
+        return None
 
     def end(self) -> str:
         """Kill what is left of a process that has ended or is about to: its children first, while its id is its own.
@@ -85,17 +90,10 @@ class WorkerProcess:
         Returns how it ended, for a sentence: ` (exit code 3)`, ` (signal 9)`, or nothing if that is not known.
         """
         self.kill()
-        code = self._wait(EXIT_TIMEOUT_S)
+        code = self.reap(EXIT_TIMEOUT_S)
         if code is None:
             return ""
         return f" (signal {-code})" if code < 0 else f" (exit code {code})"
-
-    def _wait(self, timeout_s: float) -> int | None:
-        if self._process is None:
-            return None
-        with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in the kernel
-            return self._process.wait(timeout_s)
-        return None
 
     def _spawn(self, descriptor: int) -> subprocess.Popen[bytes]:
         """Start the process as the leader of a process group, so that `kill` also reaches its children."""

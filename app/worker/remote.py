@@ -19,20 +19,7 @@ from typing import Any
 from app.errors import RunError
 from app.utils.user_code import LoadError
 from app.worker.process import WorkerProcess
-from app.worker.wire import (
-    Begin,
-    Close,
-    Closed,
-    Codec,
-    Failed,
-    Heartbeat,
-    LineProtocol,
-    Ready,
-    Refused,
-    Request,
-    Start,
-    WireError,
-)
+from app.worker.wire import Begin, Close, Closed, Codec, Failed, Heartbeat, LineProtocol, Ready, Refused, Request, Start
 
 SILENCE_TIMEOUT_S = 10.0  # beyond `step_timeout_s`, without a beat
 CLOSE_TIMEOUT_S = 5.0  # without a beat since a job was to close at once
@@ -86,14 +73,9 @@ class Job:
     closing_s: float | None = None  # when it got the message to abort it
     force: bool = False  # it was cancelled, and its worker is killed after a few seconds
     failure: Failed | None = None  # None before its end, and if it ended well or was aborted
+    requests: set[int] = field(default_factory=set)  # that wait for an answer: none of the job's own code runs
     _messages: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
-    _requests: set[int] = field(default_factory=set)
     _ended: asyncio.Event = field(default_factory=asyncio.Event)
-
-    @property
-    def waits(self) -> bool:
-        """Whether the job waits for an answer of the driver, so that none of its own code runs."""
-        return bool(self._requests)
 
     @property
     def ended(self) -> bool:
@@ -105,7 +87,7 @@ class Job:
 
     def reply(self, request: Request, message: Any) -> None:
         """Send the answer to a request; without effect when the job has ended."""
-        self._requests.discard(request.number)
+        self.requests.discard(request.number)
         if not self.ended:
             self.sent_s = time.monotonic()
             self._send(message)
@@ -130,7 +112,7 @@ class Job:
         if self.ended:
             return
         if isinstance(message, Request):
-            self._requests.add(message.number)
+            self.requests.add(message.number)
             self._messages.put_nowait(message)
             return
 
@@ -148,7 +130,7 @@ class RemoteWorker:
     """
 
     def __init__(
-        self, spec: WorkerSpec, on_job_end: Callable[[Job], None], on_end: Callable[["RemoteWorker"], None]
+        self, spec: WorkerSpec, on_job_end: Callable[[], None], on_end: Callable[["RemoteWorker"], None]
     ) -> None:
         self.state = State.starting
         self.loaded = False  # it has loaded its handler
@@ -156,17 +138,13 @@ class RemoteWorker:
         self.jobs: dict[int, Job] = {}  # that run in it, by number
         self.problem = ""  # why it ended
         self.cancelled = False  # its last jobs were to close at once: the run may need no successor
+        self.process = WorkerProcess(spec.handler, spec.python, spec.log)
         self._spec = spec
         self._on_job_end = on_job_end
         self._on_end = on_end
-        self._process = WorkerProcess(spec.handler, spec.python, spec.log)
         self._lines = LineProtocol(spec.codec, self._receive, self._died)
         self._started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._received_s = time.monotonic()
-
-    @property
-    def pid(self) -> int | None:
-        return self._process.pid
 
     async def start(self) -> None:
         """Start the process and load the handler.
@@ -178,7 +156,7 @@ class RemoteWorker:
         """
         if self.state is State.ended:  # closed before it could start
             await self._started
-        end = self._process.start()
+        end = self.process.start()
         try:
             await asyncio.get_running_loop().create_connection(lambda: self._lines, sock=end)
         except BaseException:
@@ -204,12 +182,13 @@ class RemoteWorker:
 
     def check(self) -> None:
         """End the worker if it hangs or has died, or does not close an aborted job."""
-        if self.state is State.ended or self._process.pid is None:
+        if self.state is State.ended or self.process.pid is None:
             return
-        if self._process.has_exited():  # a child that it forked may hold its pipe
+        if self.process.has_exited():  # a child that it forked may hold its pipe
             self._died()
             return
 
+        blocks = f"{self._spec.name} blocks its event loop or holds the GIL"
         now = time.monotonic()
         timeout_s = self._spec.step_timeout_s
         overdue = now - 2 * timeout_s - ABORT_TIMEOUT_S
@@ -217,9 +196,9 @@ class RemoteWorker:
         forced = [each.closing_s for each in self.jobs.values() if each.closing_s is not None and each.force]
         if self.jobs and now - self._received_s > timeout_s + SILENCE_TIMEOUT_S:
             silence = now - self._received_s
-            self.end("late", f"the worker was silent for {silence:.0f} s: {self._blocks}")
+            self.end("late", f"the worker was silent for {silence:.0f} s: {blocks}")
         elif any(self._received_s < closing_s < now - CLOSE_TIMEOUT_S for closing_s in forced):
-            self.end("late", f"{self._blocks}, and the run does not wait for it")
+            self.end("late", f"{blocks}, and the run does not wait for it")
         elif any(closing_s < overdue for closing_s in closing):
             self.end("late", "an aborted job did not end")
 
@@ -230,7 +209,7 @@ class RemoteWorker:
         blamed = self._jobs_at_fault(kind)
         self.state = State.ended
         self.problem = text
-        self._process.kill()
+        self.process.kill()
         self._lines.close()
         if not self._started.done():
             error = WorkerDied if kind == "died" else RunError
@@ -242,17 +221,13 @@ class RemoteWorker:
             job.receive(Failed(job.number, kind, text) if job in blamed else lost)
         self._on_end(self)
 
-    def reap(self) -> None:
-        """Wait for the killed process, blocking: milliseconds, unless much memory is freed."""
-        self._process.reap()
-
     def _jobs_at_fault(self, kind: str) -> list[Job]:
         """Return the jobs to blame for the worker's end: those whose own code was running.
 
         In a worker that fell silent, a job with a message newer than the worker's last read is not blamed, unless that
         leaves none.
         """
-        own_code = [each for each in self.jobs.values() if not each.waits]
+        own_code = [each for each in self.jobs.values() if not each.requests]
         if kind != "late":
             return own_code
         own_code = [each for each in own_code if each.sent_s <= self._received_s + READ_TIMEOUT_S] or own_code
@@ -281,17 +256,13 @@ class RemoteWorker:
     def _job_ended(self, job: Job) -> None:
         del self.jobs[job.number]
         self.cancelled = job.force
-        self._on_job_end(job)
+        self._on_job_end()
         if self.state is State.retiring and not self.jobs:
             self.end("late", self.problem)
 
-    def _died(self, error: WireError | None = None) -> None:
+    def _died(self, error: Exception | None = None) -> None:
         reason = "" if error is None else f"; it wrote to the worker's pipe: {error}"
-        self.end("died", f"the worker process died{self._process.end()}{reason}{self._see_log}")
-
-    @property
-    def _blocks(self) -> str:
-        return f"{self._spec.name} blocks its event loop or holds the GIL"
+        self.end("died", f"the worker process died{self.process.end()}{reason}{self._see_log}")
 
     @property
     def _see_log(self) -> str:

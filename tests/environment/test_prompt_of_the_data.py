@@ -10,7 +10,7 @@ from app.environment.pool import EnvironmentSpec
 from app.environment.protocol import Message
 from app.environment.rendering import renderer_for
 from app.environment.wire import Answer, Limits, RendererChoice, SampleRequest
-from app.environment.worker.episode import Framing
+from app.environment.worker.episode import opening_of
 from tests.environment.pools import PATIENCE_S, a_task, environment_module, running_pool
 from tests.environment.qwen import by_transformers, decoded, user, write_model
 from tests.environment.talker import Talker
@@ -19,7 +19,7 @@ from tests.tiny_models.tokenizer import build_tokenizer
 END = "<|im_end|>"
 QUESTION = "I think of a number from 1 to 100."
 FRAMING = {"system": "You are a player.", "prefix": "Task: ", "suffix": " Reply with a number only."}
-DATA = Framing.of(FRAMING).messages(a_task(question=QUESTION))
+DATA = opening_of(a_task(question=QUESTION), FRAMING)
 THOUGHTS = ("let me see", "hm", "ok", "so", "well")
 REPLIES = ("50", "75", "62", "68", "65")
 Model = tuple[str, Path]  # family and directory

@@ -70,7 +70,7 @@ def policy_of(engine: Engine, prompt: str = "6*7=", clock: Clock | None = None, 
 
 def same_sequences(policy: EpisodePolicy, engine: Engine) -> bool:
     """Whether the worker's copies of the sequences are the driver's."""
-    return [text_of(sequence.token_ids) for sequence in policy.sequences] == list(engine.sequences.values())
+    return [text_of(sequence.token_ids) for sequence in policy._sequences.all] == list(engine.sequences.values())
 
 
 async def test_a_conversation_that_goes_on_appends_only_its_new_messages() -> None:

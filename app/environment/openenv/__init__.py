@@ -21,7 +21,7 @@ from functools import partial
 from http.client import HTTPException
 from typing import Any
 
-from app.environment.openenv.ws_session import ActionError, Observation, Server, Session, open_session, read_action
+from app.environment.openenv.ws_session import ActionError, Observation, Session, open_session, read_action
 from app.environment.protocol import EpisodeOver, Message, Policy, Reply, Task, Tool
 from app.environment.rendering import PLAIN, renderer_for
 from app.utils.user_code import LoadError
@@ -36,21 +36,27 @@ def make(settings: Mapping[str, Any]) -> partial["OpenEnv"]:
     except ImportError as error:
         raise LoadError(f"it needs aiohttp ({error})") from error
 
-    url = _http_url(settings.get("url"))
-    schema = _action_schema(url, settings["url"])
+    given = settings.get("url")
+    scheme, found, host = str(given or "").rstrip("/").removesuffix("/ws").partition("://")
+    if not found or not host or scheme not in ("ws", "wss", "http", "https"):
+        raise LoadError(f"environment.url={given} is not the URL of a server: give ws://host:port")
+    url = f"{'https' if scheme in ('wss', 'https') else 'http'}://{host}"
+    schema = _action_schema(url, str(given))
+
     tool = {"type": "function", "function": {"name": "step", "description": "Act.", "parameters": schema}}
     choice = settings["renderer"]
     has_tools = choice["name"] != PLAIN and renderer_for(**choice).tool_syntax is not None
     tools = [tool] if has_tools else []
-    server = Server(url, float(settings["limits"]["timeout_s"]))
-    return partial(OpenEnv, server, schema, tools, dict(settings.get("args") or {}))
+    timeout_s = float(settings["limits"]["timeout_s"])
+    return partial(OpenEnv, url, timeout_s, schema, tools, dict(settings.get("args") or {}))
 
 
 @dataclass(eq=False)
 class OpenEnv:
     """The environment of one episode."""
 
-    _server: Server
+    _url: str  # of the server: http://…
+    _timeout_s: float  # environment.timeout_s
     _schema: Mapping[str, Any]
     _tools: Sequence[Tool]  # the action as a tool, if the template has tools
     _reset: Mapping[str, Any]  # arguments
@@ -58,7 +64,7 @@ class OpenEnv:
     async def run(self, task: Task, policy: Policy) -> dict[str, float]:
         """Play the episode; return its sum of rewards, and the last. Raises `EnvironmentFailed` if the server fails."""
         reset = {"seed": task.seed, **task.row, **self._reset}
-        async with open_session(self._server, reset) as (session, observation):
+        async with open_session(self._url, self._timeout_s, reset) as (session, observation):
             rewards = [observation.reward]
             messages = self._opening(task, observation)
             try:
@@ -99,14 +105,6 @@ def _messages(reply: Reply, observation: Observation) -> list[Message]:
         {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": observation.text}
         for call in reply.tool_calls
     ]
-
-
-def _http_url(url: object) -> str:
-    text = str(url or "").rstrip("/").removesuffix("/ws")
-    scheme, found, rest = text.partition("://")
-    if not found or not rest or scheme not in ("ws", "wss", "http", "https"):
-        raise LoadError(f"environment.url={url} is not the URL of a server: give ws://host:port")
-    return f"{'https' if scheme in ('wss', 'https') else 'http'}://{rest}"
 
 
 def _action_schema(url: str, shown: str) -> dict[str, Any]:

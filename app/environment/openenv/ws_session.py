@@ -24,14 +24,6 @@ class NoSession(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Server:
-    """An OpenEnv server."""
-
-    url: str  # http://…
-    timeout_s: float  # environment.timeout_s
-
-
-@dataclass(frozen=True, slots=True)
 class Observation:
     """What the server answers."""
 
@@ -40,12 +32,12 @@ class Observation:
     done: bool
 
 
+@dataclass(frozen=True, slots=True)
 class Session:
-    """One WebSocket to the server: an environment of its own there."""
+    """One WebSocket to the server at `_url`: an environment of its own there."""
 
-    def __init__(self, socket: Any, server: Server) -> None:
-        self._socket = socket
-        self._server = server
+    _url: str
+    _socket: Any
 
     async def ask(self, kind: str, data: Mapping[str, Any]) -> Observation:
         """Send a message and read the observation that answers it.
@@ -57,7 +49,10 @@ class Session:
         """
         with contextlib.suppress(ConnectionError):  # then what ended the connection is to be read
             await self._socket.send_str(json.dumps({"type": kind, "data": dict(data)}, default=str))
-        text = await self._receive(kind)
+        text = (await self._socket.receive()).data
+        if not isinstance(text, str):
+            raise EnvironmentFailed(f"the server at {self._url} ended the session during {kind}")
+
         try:
             message = json.loads(text)
             answer = message["data"]
@@ -67,13 +62,7 @@ class Session:
             done = bool(answer.get("done"))
             return Observation(_shown(answer["observation"]), reward, done)
         except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise EnvironmentFailed(f"{self._server.url} answered {kind} with {text[:200]!r}") from error
-
-    async def _receive(self, kind: str) -> str:
-        message = await self._socket.receive()
-        if not isinstance(message.data, str):
-            raise EnvironmentFailed(f"the server at {self._server.url} ended the session during {kind}")
-        return message.data
+            raise EnvironmentFailed(f"{self._url} answered {kind} with {text[:200]!r}") from error
 
     def _error(self, kind: str, error: Mapping[str, Any]) -> Exception:
         code, text = str(error.get("code")), str(error.get("message"))
@@ -82,35 +71,37 @@ class Session:
         if kind == "step" and code in OF_THE_ACTION:
             details = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.get("errors", ())]
             return ActionError("; ".join(details) or text)
-        return EnvironmentFailed(f"the server at {self._server.url} answered {kind} with {code}: {text}")
+        return EnvironmentFailed(f"the server at {self._url} answered {kind} with {code}: {text}")
 
 
 @contextlib.asynccontextmanager
-async def open_session(server: Server, reset: Mapping[str, Any]) -> AsyncIterator[tuple[Session, Observation]]:
-    """Open a session and reset it; wait for a free one."""
+async def open_session(
+    url: str, timeout_s: float, reset: Mapping[str, Any]
+) -> AsyncIterator[tuple[Session, Observation]]:
+    """Open a session of the server at `url` and reset it; wait for a free one, a fraction of `timeout_s`."""
     import aiohttp
 
-    url = server.url.replace("http", "ws", 1) + "/ws"
-    deadline = time.monotonic() + server.timeout_s * WAIT_FRACTION
+    ws_url = url.replace("http", "ws", 1) + "/ws"
+    wait_s = timeout_s * WAIT_FRACTION
+    deadline = time.monotonic() + wait_s
     pause = PAUSES_S[0]
     async with aiohttp.ClientSession() as client:
         while True:
             try:
                 socket = await client.ws_connect(
-                    url, max_msg_size=MESSAGE_BYTES, timeout=aiohttp.ClientWSTimeout(ws_close=CLOSE_S)
+                    ws_url, max_msg_size=MESSAGE_BYTES, timeout=aiohttp.ClientWSTimeout(ws_close=CLOSE_S)
                 )
             except (aiohttp.ClientError, OSError) as error:
-                raise EnvironmentFailed(f"there is no server at {server.url} any more ({error})") from error
+                raise EnvironmentFailed(f"there is no server at {url} any more ({error})") from error
 
             async with socket:
-                session = Session(socket, server)
+                session = Session(url, socket)
                 try:
                     observation = await session.ask("reset", reset)
                 except NoSession as full:
                     if time.monotonic() >= deadline:
-                        waited_s = server.timeout_s * WAIT_FRACTION
                         raise EnvironmentFailed(
-                            f"the server at {server.url} had no free session for {waited_s:g} s: it holds {full}; let "
+                            f"the server at {url} had no free session for {wait_s:g} s: it holds {full}; let "
                             "no more environment.episodes run at once, or raise the server's max_concurrent_envs"
                         ) from full
                 else:

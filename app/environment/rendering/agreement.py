@@ -48,8 +48,7 @@ def first_difference(renderer: ChatRenderer, tokenizer: Any, variables: Mapping[
             continue  # the template has no tools
 
         for messages, reference in ((before[:-1], opening), ((*before, *after), whole)):
-            found = None if reference is None else renderer.opening(messages, tools)
-            if found is not None and reference is not None and found != reference:
+            if reference is not None and (found := renderer.opening(messages, tools)) != reference:
                 at = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(found, reference, strict=False)))
                 ours, theirs = (renderer.tokenizer.decode(ids[at : at + SHOWN]) for ids in (found, reference))
                 return f"{name} is rendered with {ours!r} at token {at}, and by transformers with {theirs!r}"

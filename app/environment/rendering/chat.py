@@ -24,7 +24,7 @@ from app.environment.protocol import Message, Reply, ToolCall, Tools
 from app.environment.rendering import reply_parser
 from app.environment.rendering.chat_template import ChatTemplate
 from app.environment.rendering.tokenizer_file import TokenizerFile
-from app.utils.chat_messages import encode_marked
+from app.utils.chat_messages import CLOSE, OPEN, ControlTokens, encode_marked
 
 QUESTION: Message = {"role": "user", "content": "How much is it?"}
 MADE_UP = "Here stands a reply."
@@ -35,19 +35,18 @@ THOUGHTS: tuple[Message, ...] = (  # as a field, and in the text
     {**ANSWER, "reasoning_content": THOUGHT},
     {**ANSWER, "content": f"<think>\n{THOUGHT}\n</think>\n\n{MADE_UP}"},
 )
-OPEN, CLOSE = "<think>", "</think>"
 EMPTY_BLOCK = re.compile(r"<think>\s*(</think>\s*|$)")
 
-OK = "ok"
-PROBLEMS = {  # the package's status of a call → the message for the policy
+PROBLEMS = {  # the package's status of a call → that for the policy
+    "ok": "ok",
     "invalid_json": "the arguments of the call are not valid JSON",
     "unclosed_block": "the call was not closed",
     "missing_name": "the call has no name",
     "malformed_structure": "the call does not have the form of a tool call",
     "unknown_tool": "there is no such tool",
+    "not_an_object": "the arguments of the call are not a JSON object",  # a status of ours
 }
 UNREADABLE = "the call cannot be read"
-NOT_AN_OBJECT = "the arguments of the call are not a JSON object"
 START, END = "<|im_start|>", "<|im_end|>"
 TOOL_RESULT = re.compile(r"<tool_response>\n?(.*?)\n?</tool_response>", re.DOTALL)
 NO_REASONING = re.compile(r"</?think>")
@@ -67,7 +66,8 @@ class ChatRenderer:
         """Load tokenizer and template. Raises `ValueError` if one cannot be read, or no stop token follows a reply."""
         self.tokenizer = TokenizerFile(folder)
         self._template = ChatTemplate(folder, template, {"enable_thinking": enable_thinking, **(variables or {})})
-        self._control = self.tokenizer.control_tokens
+        added = self.tokenizer.backend.get_added_tokens_decoder()
+        self._control = ControlTokens.of(added, self.tokenizer.encode, self.tokenizer.decode)
         self._keep_thinking = keep_thinking
         self._thinking = enable_thinking
         self._histories: dict[tuple[bool, bool], tuple[bool, bool]] = {}
@@ -206,20 +206,15 @@ def _tool_call(call: Any, index: int, tools: Tools | None) -> ToolCall:
 
     # XML arguments are JSON only where a schema says so
     if status == "invalid_json" and name and tools is None:
-        status = OK
-
-    if status == OK and not isinstance(name, str):
+        status = "ok"
+    if status == "ok" and not isinstance(name, str):
         status = "missing_name"
-    problem = OK if status == OK else PROBLEMS.get(status, UNREADABLE)
-    if problem == OK and not isinstance(arguments, Mapping):
-        problem = NOT_AN_OBJECT
+    elif status == "ok" and not isinstance(arguments, Mapping):
+        status = "not_an_object"
 
-    return ToolCall(
-        name if isinstance(name, str) else "",
-        dict(arguments) if isinstance(arguments, Mapping) else {},
-        problem,
-        id=f"call_{index}",
-    )
+    name = name if isinstance(name, str) else ""
+    arguments = dict(arguments) if isinstance(arguments, Mapping) else {}
+    return ToolCall(name, arguments, PROBLEMS.get(status, UNREADABLE), id=f"call_{index}")
 
 
 def messages_in(text: str) -> list[Message]:

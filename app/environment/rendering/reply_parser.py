@@ -38,8 +38,7 @@ TOOL_PARSERS = ("qwen3", "qwen3.5", "glm", "deepseek-v3")  # of a tokenizer that
 OPEN = "<think>"
 PROMPT_END = 8  # tokens in which a prompt may open the reasoning
 
-Parse = Callable[..., Any]
-"""`parse_response` of a renderer: sampled ids, `tools=`, `prompt_ids=` → what they say."""
+Parse = Callable[..., Any]  # `parse_response` of a renderer: sampled ids, `tools=`, `prompt_ids=` → what they say
 
 
 def tool_parser(

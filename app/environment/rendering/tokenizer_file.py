@@ -7,8 +7,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from app.utils.chat_messages import ControlTokens
-
 
 def import_package(name: str) -> Any:
     """Import a package of the worker's interpreter. Raises `ValueError`, which names the interpreter."""
@@ -55,11 +53,6 @@ class TokenizerFile:
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = False) -> str:
         text: str = self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
-
-    @property
-    def control_tokens(self) -> ControlTokens:
-        """Special tokens where a text spells them."""
-        return ControlTokens.of(self.backend.get_added_tokens_decoder(), self.encode, self.decode)
 
     def convert_tokens_to_ids(self, token: str) -> int | None:
         index: int | None = self.backend.token_to_id(token)

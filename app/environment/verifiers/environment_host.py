@@ -200,11 +200,8 @@ def _scores(episode: Any) -> dict[str, float]:
     traces = [trace for trace in episode.traces if trace.agent.trainable]
     agents = sorted({trace.agent.name or "agent" for trace in traces})
     if len(agents) != 1:
-        raise EnvironmentFailed(
-            f"it trains the agents {', '.join(agents)}, but an episode has one reward"
-            if agents
-            else "none of its agents is trained"
-        )
+        several = f"it trains the agents {', '.join(agents)}, but an episode has one reward"
+        raise EnvironmentFailed(several if agents else "none of its agents is trained")
 
     values: dict[str, list[float]] = {"reward": [trace.reward for trace in traces]}
     for trace in traces:

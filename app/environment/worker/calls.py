@@ -54,15 +54,11 @@ class Calls:
             await asyncio.wait({asyncio.wrap_future(self._last)}, timeout=seconds)
         return not self.busy
 
-    def abandon(self) -> None:
-        """Leave a thread that hangs behind; the next call gets a new one."""
-        self.end()
-        self._last = None
-
     def end(self) -> None:
+        """End the thread, or leave it behind where it hangs; a later call gets a new one."""
         if self._thread is not None:
             self._thread.shutdown(wait=False)
-            self._thread = None
+        self._thread = self._last = None
 
 
 def _result_or_error(function: Callable[..., Any], *args: Any) -> tuple[Any, BaseException | None]:

@@ -12,7 +12,6 @@ import asyncio
 import dataclasses
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -31,25 +30,16 @@ RUN_END_TIMEOUT_S = 1.0  # for the same, and for a call in a thread, where the r
 CHECK_TIMEOUT_S = 1.0  # between two looks at the clock, which stops while an engine is awaited
 
 
-@dataclass(frozen=True, slots=True)
-class Framing:
-    """Text before and after a question, and its system message."""
+def opening_of(task: Task, framing: Mapping[str, Any]) -> list[Message]:
+    """Return the conversation that an episode opens with. The driver has framed one that is of the data.
 
-    system: str | None
-    prefix: str
-    suffix: str
-
-    @classmethod
-    def of(cls, settings: Mapping[str, Any]) -> "Framing":
-        """Return the framing that a worker's settings name as `system`, `prefix` and `suffix`."""
-        return cls(settings.get("system"), settings.get("prefix", ""), settings.get("suffix", ""))
-
-    def messages(self, task: Task) -> list[Message]:
-        """Return the conversation that an episode opens with. The driver has framed one that is of the data."""
-        if task.messages:
-            return list(task.messages)
-        user = {"role": "user", "content": self.prefix + task.question + self.suffix}
-        return [user] if self.system is None else [{"role": "system", "content": self.system}, user]
+    `framing` may have text before and after a question, `prefix` and `suffix`, and its `system` message.
+    """
+    if task.messages:
+        return list(task.messages)
+    user = {"role": "user", "content": framing.get("prefix", "") + task.question + framing.get("suffix", "")}
+    system = framing.get("system")
+    return [user] if system is None else [{"role": "system", "content": system}, user]
 
 
 class Episode:
@@ -62,7 +52,7 @@ class Episode:
         ask: AskEngine,
         renderer: Renderer,
         limits: Limits,
-        framing: Framing,
+        framing: Mapping[str, Any],
         url: Callable[[EpisodePolicy], str],
     ) -> None:
         self.number = begin.job
@@ -71,7 +61,7 @@ class Episode:
         self._limits = limits
         self._clock = Clock(limits.timeout_s)
         self._calls = Calls()
-        opening = framing.messages(self._task)
+        opening = opening_of(self._task, framing)
         self.policy = EpisodePolicy(ask, renderer, limits, opening, begin.payload["prompt"], self._clock, url)
         self._environment: Any = None
         self._aborted = asyncio.Event()
@@ -91,8 +81,8 @@ class Episode:
         self.policy.close()
 
         failure = await self._close()
-        if failure is not None and not isinstance(outcome, Closed):
-            outcome = outcome if isinstance(outcome, Failed) else failure
+        if failure is not None and isinstance(outcome, End):
+            outcome = failure
         self._calls.end()
         if not self._stuck:
             return outcome
@@ -121,12 +111,9 @@ class Episode:
         left = self._clock.left
         while left > 0:
             await asyncio.sleep(min(left, CHECK_TIMEOUT_S))
-            left = CHECK_TIMEOUT_S if self._limits_itself else self._clock.left
-
-    @property
-    def _limits_itself(self) -> bool:
-        """Whether the environment has time limits of its own, such as that each tool of a turn may take `timeout_s`."""
-        return self._clock.step == "run" and getattr(self._environment, "limits_itself", False)
+            # a `run` may have limits of its own, such as that each tool of a turn may take `timeout_s`
+            limits_itself = self._clock.step == "run" and getattr(self._environment, "limits_itself", False)
+            left = CHECK_TIMEOUT_S if limits_itself else self._clock.left
 
     async def _cancel(self, running: "asyncio.Future[Any]", thread_s: float) -> None:
         """Cancel a run, and give a call in its thread so much time to end."""
@@ -139,7 +126,7 @@ class Episode:
 
         if not await self._calls.until_idle(thread_s):
             self._stuck = True
-            self._calls.abandon()
+            self._calls.end()
 
     async def _run(self) -> End:
         await self._call(self._construct)

@@ -15,7 +15,7 @@ from typing import Any
 from app.environment.kinds import Make, load_environment
 from app.environment.protocol import Renderer
 from app.environment.wire import CODEC, Answer, End, Limits, SampleRequest
-from app.environment.worker.episode import Episode, Framing
+from app.environment.worker.episode import Episode
 from app.environment.worker.policy import EpisodePolicy
 from app.utils.user_code import LoadError, error_text
 from app.worker.process import STDERR, limit_memory, log
@@ -31,13 +31,13 @@ def load(settings: Mapping[str, Any]) -> "EnvironmentHandler":
     make = load_environment(settings)
     renderer = _load_renderer(settings["renderer"])
     limit_memory(settings["memory_gib"])
-    return EnvironmentHandler(make, renderer, Limits(**settings["limits"]), Framing.of(settings["environment"]))
+    return EnvironmentHandler(make, renderer, Limits(**settings["limits"]), settings["environment"])
 
 
 class EnvironmentHandler:
     """Plays the episodes of one worker process."""
 
-    def __init__(self, make: Make, renderer: Renderer, limits: Limits, framing: Framing) -> None:
+    def __init__(self, make: Make, renderer: Renderer, limits: Limits, framing: Mapping[str, Any]) -> None:
         self.info: Mapping[str, Any] = getattr(make, "info", {})
         self._make = make
         self._renderer = renderer

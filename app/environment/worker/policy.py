@@ -13,26 +13,11 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from app.environment.protocol import (
-    EpisodeOver,
-    Message,
-    OutOfTokens,
-    Renderer,
-    Reply,
-    Sampled,
-    Tool,
-)
+from app.environment.protocol import EpisodeOver, Message, OutOfTokens, Renderer, Reply, Sampled, Tools
 from app.environment.wire import Answer, Limits
 from app.environment.worker.calls import Clock
 from app.environment.worker.limits import reached, turn_tokens
-from app.environment.worker.sequences import (
-    Continuation,
-    EpisodeSequences,
-    OpenSequence,
-    ReplyEnd,
-    conversation_key,
-    reasonings,
-)
+from app.environment.worker.sequences import Continuation, EpisodeSequences, OpenSequence, conversation_key
 from app.utils.chat_messages import normalized
 
 # sequence, all its tokens, max_tokens, logprobs
@@ -58,6 +43,7 @@ class EpisodePolicy:
         self.text = ""  # of the last reply
         self.ending: str | None = None  # of the last limit that was reached
         self.truncated = False  # the last reply
+        self.turns: list[dict[str, Any]] = []  # for people: role, text, tokens and seconds
         self.metrics = {"tool_calls": 0.0, "tool_failures": 0.0, "observation_tokens": 0.0}
         self._ask = ask
         self._renderer = renderer
@@ -68,21 +54,13 @@ class EpisodePolicy:
         self._open = url
         self._base_url: str | None = None
         self._requests_sent = 0
+        self._noted_s = 0.0  # the environment's own seconds that are in `turns`
         self._sequences = EpisodeSequences(renderer, limits.max_observation_tokens, opening)
-        self._transcript = Transcript(clock)
         self._tasks: set[asyncio.Task[Answer]] = set()
         self._closed = False
 
-    @property
-    def sequences(self) -> Sequence[OpenSequence]:
-        return self._sequences.all
-
-    @property
-    def turns(self) -> list[dict[str, Any]]:
-        return self._transcript.turns
-
     async def __call__(
-        self, messages: Sequence[Message] | None, *, tools: Sequence[Tool] | None = None, max_tokens: int | None = None
+        self, messages: Sequence[Message] | None, *, tools: Tools | None = None, max_tokens: int | None = None
     ) -> Reply:
         self._check_limits(max_tokens)
         messages = None if messages is None else normalized(messages)
@@ -95,17 +73,10 @@ class EpisodePolicy:
             raise ValueError("a conversation has at least one message; None stands for the data set's prompt")
         else:
             continuation, new = self._sequences.continuation(messages, conversation, tools)
-        self._transcript.add_messages(new, len(continuation.append))
+        self._add_messages(new, len(continuation.append))
 
-        started = time.monotonic()
-        sequence = self._sequences.extend(continuation)
-        before = len(sequence.token_ids)
-        answer = await self._sample(continuation, sequence, max_tokens, logprobs=False)
-
-        reply = self._reply(answer, sequence.token_ids[:before], time.monotonic() - started, tools)
-        thoughts = (*reasonings(messages or ()), reply.reasoning)
-        end = ReplyEnd(continuation.sequence, before + len(answer.token_ids), thoughts)
-        self._sequences.remember(conversation, reply, end)
+        _, reply = await self._sample(continuation, max_tokens, tools=tools)
+        self._sequences.remember(continuation.sequence, messages or (), conversation, reply)
         return reply
 
     async def generate(
@@ -116,11 +87,9 @@ class EpisodePolicy:
         if not token_ids:
             raise ValueError("generate needs at least one token")
         continuation = self._sequences.continuation_of_tokens(token_ids)
-        self._transcript.add_messages(self._renderer.read(continuation.append), len(continuation.append))
+        self._add_messages(self._renderer.read(continuation.append), len(continuation.append))
 
-        started = time.monotonic()
-        answer = await self._sample(continuation, self._sequences.extend(continuation), max_tokens, logprobs)
-        reply = self._reply(answer, token_ids, time.monotonic() - started)
+        answer, reply = await self._sample(continuation, max_tokens, logprobs=logprobs)
         log_probabilities = None if answer.logprobs is None else tuple(answer.logprobs)
         return Sampled(tuple(answer.token_ids), answer.finish, log_probabilities, reply.text)
 
@@ -152,14 +121,17 @@ class EpisodePolicy:
         return reason
 
     async def _sample(
-        self, continuation: Continuation, sequence: OpenSequence, max_tokens: int | None, logprobs: bool
-    ) -> Answer:
-        """Sample from an engine after the appended tokens. Raises `OutOfTokens` without room for another token."""
+        self, continuation: Continuation, max_tokens: int | None, *, logprobs: bool = False, tools: Tools | None = None
+    ) -> tuple[Answer, Reply]:
+        """Append tokens, sample from an engine after them, and parse that. Raises `OutOfTokens` without room for it."""
+        started = time.monotonic()
+        sequence = self._sequences.extend(continuation)
+        before = list(sequence.token_ids)
         self._requests_sent += 1
         self.count("observation_tokens", continuation.observed)
 
         most = turn_tokens(self._limits, max_tokens)
-        request = self._ask(continuation.sequence, list(sequence.token_ids), most, logprobs)
+        request = self._ask(continuation.sequence, before, most, logprobs)
         task = asyncio.ensure_future(_extend(sequence, request))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -168,11 +140,8 @@ class EpisodePolicy:
             answer = await asyncio.shield(task)
         if answer.finish == "full":
             raise self._over(OutOfTokens("rollout.max_completion_tokens, or the context, is full"))
-        return answer
 
-    def _reply(
-        self, answer: Answer, before: Sequence[int], seconds: float, tools: Sequence[Tool] | None = None
-    ) -> Reply:
+        seconds = time.monotonic() - started
         reply = dataclasses.replace(
             self._renderer.parse(answer.token_ids, before, tools),
             truncated=answer.finish == "length",
@@ -183,8 +152,20 @@ class EpisodePolicy:
         self.truncated = reply.truncated
         self.count("tool_calls", len(reply.tool_calls))
         self.count("tool_failures", sum(not call.ok for call in reply.tool_calls))
-        self._transcript.add("assistant", readable(reply), len(reply.token_ids), seconds)
-        return reply
+        self._add_turn("assistant", readable(reply), len(reply.token_ids), seconds)
+        return answer, reply
+
+    def _add_messages(self, messages: Sequence[Message], tokens: int) -> None:
+        """Add what the policy reads. The tokens and seconds are of all of it: the last message has them."""
+        for message in messages:
+            self._add_turn(str(message.get("role")), str(message.get("content") or ""), 0, 0.0)
+        if messages:
+            seconds = self._clock.seconds - self._noted_s
+            self._noted_s += seconds
+            self.turns[-1] |= {"tokens": tokens, "seconds": seconds}
+
+    def _add_turn(self, role: str, text: str, tokens: int, seconds: float) -> None:
+        self.turns.append({"role": role, "text": text, "tokens": tokens, "seconds": seconds})
 
 
 async def _extend(sequence: OpenSequence, request: Awaitable[Answer]) -> Answer:
@@ -194,27 +175,6 @@ async def _extend(sequence: OpenSequence, request: Awaitable[Answer]) -> Answer:
         return answer
     finally:
         sequence.in_flight = False
-
-
-class Transcript:
-    """The turns of one episode."""
-
-    def __init__(self, clock: Clock) -> None:
-        self.turns: list[dict[str, Any]] = []  # role, text, tokens and seconds
-        self._clock = clock
-        self._noted_s = 0.0  # the environment's own seconds that are in `turns`
-
-    def add_messages(self, messages: Sequence[Message], tokens: int) -> None:
-        """Add what the policy reads. The tokens and seconds are of all of it: the last message has them."""
-        for message in messages:
-            self.add(str(message.get("role")), str(message.get("content") or ""), 0, 0.0)
-        if messages:
-            seconds = self._clock.seconds - self._noted_s
-            self._noted_s += seconds
-            self.turns[-1] |= {"tokens": tokens, "seconds": seconds}
-
-    def add(self, role: str, text: str, tokens: int, seconds: float) -> None:
-        self.turns.append({"role": role, "text": text, "tokens": tokens, "seconds": seconds})
 
 
 def readable(reply: Reply) -> str:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from app.environment.protocol import Message, Renderer, Reply, Tool
+from app.environment.protocol import Message, Renderer, Reply, Tools
 from app.environment.worker.limits import shorten
 
 Conversation = tuple[str, ...]  # the key of its tools, then of each message
@@ -60,7 +60,7 @@ class EpisodeSequences:
         self._reply_ends: dict[Conversation, list[ReplyEnd]] = {}
 
     def continuation(
-        self, messages: Sequence[Message], conversation: Conversation, tools: Sequence[Tool] | None
+        self, messages: Sequence[Message], conversation: Conversation, tools: Tools | None
     ) -> tuple[Continuation, Sequence[Message]]:
         """Return the sequence that a conversation continues, and the messages to append to it.
 
@@ -95,12 +95,13 @@ class EpisodeSequences:
         sequence.token_ids += continuation.append
         return sequence
 
-    def remember(self, conversation: Conversation, reply: Reply, end: ReplyEnd) -> None:
+    def remember(self, sequence: int, messages: Sequence[Message], conversation: Conversation, reply: Reply) -> None:
+        """Remember where the reply to a conversation ends, for one that goes on after it."""
+        length = reply.prompt_tokens + len(reply.token_ids)
+        end = ReplyEnd(sequence, length, (*reasonings(messages), reply.reasoning))
         self._reply_ends.setdefault((*conversation, message_key(reply.message)), []).append(end)
 
-    def _opening(
-        self, messages: Sequence[Message], conversation: Conversation, tools: Sequence[Tool] | None
-    ) -> Continuation:
+    def _opening(self, messages: Sequence[Message], conversation: Conversation, tools: Tools | None) -> Continuation:
         """Return the continuation of a conversation that continues none, or whose history the template rewrites."""
         # the data set's prompt stands before no messages, and before a reply to it, whatever the tools
         first = conversation[1:2]
@@ -124,7 +125,7 @@ class EpisodeSequences:
     def _is_end(self, sequence: int, length: int) -> bool:
         return len(self.all[sequence].token_ids) == length and not self.all[sequence].in_flight
 
-    def _after(self, end: ReplyEnd, new: Sequence[Message], tools: Sequence[Tool] | None) -> Continuation | None:
+    def _after(self, end: ReplyEnd, new: Sequence[Message], tools: Tools | None) -> Continuation | None:
         """Return the continuation after a reply: in its sequence, or in a new one where that has gone on."""
         before = self.all[end.sequence].token_ids[: end.length]
         following = self._renderer.following(before, new, tools)
@@ -155,7 +156,7 @@ class EpisodeSequences:
         return [*messages[:first], *self._without_excess(messages[first:])]
 
 
-def conversation_key(messages: Sequence[Message] | None, tools: Sequence[Tool] | None) -> Conversation:
+def conversation_key(messages: Sequence[Message] | None, tools: Tools | None) -> Conversation:
     """Return a key of normalized messages, equal for equivalent ones; a prefix of it is the key of their start."""
     return (_json(list(tools or ())), *map(message_key, messages or ()))
 

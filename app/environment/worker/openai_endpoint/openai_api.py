@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from http import HTTPStatus
 from typing import Any
 
@@ -90,20 +91,12 @@ def read_chat(
 
 def chat_message(reply: Reply, number: int) -> dict[str, Any]:
     """A reply as an agent is sent it, as the `number`-th of the episode. Calls that could not be read are left out."""
-    message: dict[str, Any] = {"role": "assistant", "content": reply.text}
-    if reply.reasoning:
-        message["reasoning_content"] = reply.reasoning
-
-    calls = [call for call in reply.tool_calls if call.ok]
-    if calls:
-        message["tool_calls"] = [
-            {
-                "id": f"call_{number}_{index}",  # unique in the episode, as agents expect
-                "type": "function",
-                "function": {"name": call.name, "arguments": json.dumps(dict(call.arguments))},
-            }
-            for index, call in enumerate(calls)
-        ]
+    readable = [call for call in reply.tool_calls if call.ok]
+    # ids are unique in the episode, as agents expect
+    calls = tuple(replace(call, id=f"call_{number}_{index}") for index, call in enumerate(readable))
+    message = replace(reply, tool_calls=calls).message
+    for call in message.get("tool_calls", ()):
+        call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
     return message
 
 
