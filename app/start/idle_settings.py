@@ -7,7 +7,7 @@ the command line, and of the algorithm those without their default.
 from collections.abc import Collection, Iterator
 from dataclasses import fields
 
-from app.config.algorithm import AlgorithmConfig, Correction
+from app.config.algorithm import AlgorithmConfig, Correction, OldPolicy
 from app.config.data import Template
 from app.config.model import TINY_PRESETS
 from app.config.placement import PlacementKind
@@ -26,11 +26,13 @@ ENGINES = "rollout.engine_args device.engine_args rollout.memory_fraction rollou
 def _rules(run: RunConfig) -> list[tuple[bool, str, str]]:
     """Return whether settings, or sections and mappings with all of theirs, have no effect in this run, and why."""
     algorithm = run.algorithm
+    # π_old is always the current policy
+    ratio_is_one = algorithm.old_policy is OldPolicy.trainer and algorithm.updates_per_step == 1
     correction = f"the correction is {run.correction.name}"
     colocate = run.placement.kind is PlacementKind.colocate
     no_teacher = "there is no teacher: give teacher.path or teacher.urls"
     return [
-        (algorithm.ratio_is_one, RATIO, "with algorithm.updates_per_step=1 the ratio is 1"),
+        (ratio_is_one, RATIO, "with algorithm.updates_per_step=1 the ratio is 1"),
         (algorithm.objective not in CLIPS, CLIP, f"algorithm.objective={algorithm.objective} has no clip"),
         (run.correction is Correction.none, "algorithm.correction_high", correction),
         (run.correction not in BANDS, "algorithm.correction_low", correction),
