@@ -68,8 +68,10 @@ def plan_disk(config: RunConfig, model: Architecture) -> DiskPlan:
     lora = config.model.lora
     trained = trained_parameters(model, lora)
     exported = model.parameters + (trained if lora.enabled else 0)
-    export = EXPORT_BYTES * exported if config.checkpoint.export else 0
-    return DiskPlan(CHECKPOINT_BYTES * trained, config.checkpoint.max_on_disk, export)
+    settings = config.checkpoint
+    # Without `keep` one is written for the export and deleted after it, else one is being written beside those kept.
+    checkpoints = settings.keep + int(settings.keep_best) + 1 if settings.keep else int(settings.export)
+    return DiskPlan(CHECKPOINT_BYTES * trained, checkpoints, EXPORT_BYTES * exported if settings.export else 0)
 
 
 def free_bytes(folder: Path) -> int:
