@@ -17,7 +17,7 @@ from app.config.model import ModelConfig
 from app.config.offload import OffloadConfig
 from app.config.placement import PlacementConfig, PlacementKind, Stream
 from app.config.recovery import RecoveryConfig
-from app.config.reward import RewardConfig
+from app.config.reward import COMPARING, RewardConfig
 from app.config.rollout import DRAFTS, NO_DRAFTS, OWN_HEAD, RolloutConfig
 from app.config.setting import check_bounds, setting
 from app.config.stop import StopConfig
@@ -170,7 +170,7 @@ class RunConfig:
         kind = self.device.kind
         check_engine_flags("device.engine_args", self.device.engine_args)
         check_engine_flags("rollout.engine_args", self.rollout.engine_args)
-        sources = self.data.sources
+        sources = list(self.data.train_sets) or [self.data.name]
         self.teacher.validate(self.rollout.temperature, sources=sources, policy=self.model)
         if self.model.lora.enabled:
             self.weight_sync.validate_for_adapters()
@@ -250,12 +250,13 @@ class RunConfig:
         merged = path is None or self.mode is not Mode.eval or self.resume != "never"
         expect(merged, "model.lora.path", path, "null with mode=eval: evaluate what mode=export merges")
 
-        compares = self.reward.needs_answer
+        terms = self.reward.terms()
+        compares = next((name for name, term in terms.items() if term.target is None and name in COMPARING), None)
         # the answer is the reply of a demonstration; without rewards there need be none
         unneeded = self.mode is Mode.sft or self.algorithm.reward_coefficient == 0
         accepted = f"a field of the rows with reward={compares}, which compares with it; or a reward of your own"
         expect(compares is None or self.data.answer is not None or unneeded, "data.answer", None, accepted)
-        negative = any(term.weight < 0 for term in self.reward.terms().values())
+        negative = any(term.weight < 0 for term in terms.values())
         accepted = "another one with a negative weight in reward.components: it needs rewards of at least 0"
         expect(self.algorithm.advantage != "maxrl" or not negative, "algorithm.advantage", "maxrl", accepted)
         scored = self.environment.scores or "environment" not in self.reward.components
