@@ -266,13 +266,12 @@ class TrainingRun:
             adapters=config.serves_adapters,
             in_flight=config.placement.in_flight_or_default(),
         )
-        colocate = config.placement.kind is PlacementKind.colocate
         weight_sync = RetryingWeightSync(
             trainer_workers.synchronizer,
             trainer_workers.trainer,
             workers.supervisor,
             version=version,
-            params_on_device=time_sharing.params_onloaded if colocate else None,
+            params_on_device=time_sharing.params_onloaded if config.placement.colocated else None,
         )
         return RunContext(
             config=config,

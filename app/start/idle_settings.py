@@ -10,7 +10,6 @@ from dataclasses import fields
 from app.config.algorithm import AlgorithmConfig, Correction, OldPolicy
 from app.config.data import Template
 from app.config.model import TINY_PRESETS
-from app.config.placement import PlacementKind
 from app.config.run import RunConfig
 
 FULL_LR = 1e-6  # of full fine-tuning, as in our presets
@@ -29,7 +28,7 @@ def _rules(run: RunConfig) -> list[tuple[bool, str, str]]:
     # π_old is always the current policy
     ratio_is_one = algorithm.old_policy is OldPolicy.trainer and algorithm.updates_per_step == 1
     correction = f"the correction is {run.correction.name}"
-    colocate = run.placement.kind is PlacementKind.colocate
+    colocated = run.placement.colocated
     no_teacher = "there is no teacher: give teacher.path or teacher.urls"
     return [
         (ratio_is_one, RATIO, "with algorithm.updates_per_step=1 the ratio is 1"),
@@ -45,8 +44,8 @@ def _rules(run: RunConfig) -> list[tuple[bool, str, str]]:
         (run.data.template is Template.plain, "data.thinking", "data.template is plain"),
         (not run.environment.multi_turn, "environment", "environment=single_turn has no episodes"),
         (not run.model.lora.enabled, "model.lora.alpha model.lora.targets", "model.lora.rank is 0"),
-        (colocate, SEPARATE, "placement=colocate has placement.devices"),
-        (not colocate, "placement.devices", f"placement=fully_async has {SEPARATE.replace(' ', ' and ')}"),
+        (colocated, SEPARATE, "placement=colocate has placement.devices"),
+        (not colocated, "placement.devices", f"placement=fully_async has {SEPARATE.replace(' ', ' and ')}"),
         (bool(run.rollout.urls), ENGINES, "rollout.urls names servers that are running"),
     ]
 

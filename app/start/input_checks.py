@@ -13,7 +13,6 @@ from app.checkpoint.run_state import read_state, require_model
 from app.config import Mode, RunConfig
 from app.config.data import TEMPLATE_KWARGS
 from app.config.model import ModelConfig
-from app.config.placement import PlacementKind
 from app.config.rollout import OWN_HEAD
 from app.config.trainer import Optimizer
 from app.data import rows
@@ -159,7 +158,7 @@ def devices(run: RunInputs) -> Iterator[Finding]:
         message += f" ({device.visibility}={visible})"
     # CPU "devices" are shares of one machine, and a cluster may have the rest
     if device.shares_memory and config.cluster.address is None and run.trains:
-        name = "devices" if config.placement.kind is PlacementKind.colocate else "rollout_devices"
+        name = "devices" if config.placement.colocated else "rollout_devices"
         key, value = f"placement.{name}", getattr(config.placement, name)
         accepted = "fewer devices, or join a cluster with cluster.address"
         expect(available >= needed, key, value, f"{accepted}; {message}")

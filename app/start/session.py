@@ -21,7 +21,6 @@ from app.cluster.engine_factory import EngineFactory, threads_of
 from app.cluster.placement_group import DevicePlacement, reserve
 from app.config import Mode, RunConfig
 from app.config.offload import OptimizerOffload
-from app.config.placement import PlacementKind
 from app.config.weight_sync import TransportKind, transport_of
 from app.device import Device
 from app.device.process_environment import EXPANDABLE, expandable_segments_off
@@ -223,7 +222,7 @@ async def start_trainer_workers(
         trainer = make_trainer(config, device, workers.inputs.model_path, folder, workers.device_placement)
         stack.callback(lambda: [ray.kill(rank) for rank in trainer.ranks])
 
-        if config.placement.kind is PlacementKind.colocate and device.shares_memory:
+        if config.placement.colocated and device.shares_memory:
             await _start_on_shared_devices(config, device, trainer, workers, first=first)
         else:
             starts = [workers.start_engines()] if first else []

@@ -25,7 +25,6 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from app.config import RunConfig
-from app.config.placement import PlacementKind
 from app.config.weight_sync import Verify
 from app.device import device_of
 from app.errors import SyncError
@@ -112,7 +111,7 @@ async def _sample_version(
     request = GroupRequest(f"parity/{version}@0", prompt, GROUP_SIZE, Sampling(1.0, 1.0, MAX_TOKENS), version)
     adapters = config.model.lora.enabled
     devices = TimeSharing(config.offload, training.trainer, workers.pool, workers.supervisor, adapters=adapters)
-    colocated = config.placement.kind is PlacementKind.colocate
+    colocated = config.placement.colocated
 
     if colocated and version:
         await devices.give_to_trainer()

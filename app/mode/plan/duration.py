@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from app.config import RunConfig
-from app.config.placement import PlacementKind
 from app.config.trainer import Checkpointing
 from app.device import Device
 from app.mode.plan.memory import MEAN_SHARE, EngineMemoryPlan, with_memory_settings
@@ -101,8 +100,7 @@ def step_seconds(
 
     steps, read = reads
     generate = steps * read / (device.memory_gb_per_s * 1e9 * BANDWIDTH_SHARE)
-    overlap = config.placement.kind is PlacementKind.fully_async
-    return StepSeconds(generate, train, sync_seconds(config, device, model), overlap)
+    return StepSeconds(generate, train, sync_seconds(config, device, model), overlap=not config.placement.colocated)
 
 
 def mean_step_seconds(

@@ -7,7 +7,6 @@ from operator import attrgetter
 
 from app.config import RunConfig
 from app.config.model import LORA_RATE
-from app.config.placement import PlacementKind
 from app.config.trainer import Checkpointing
 from app.device import Device
 from app.errors import ConfigError, yaml_text
@@ -53,7 +52,7 @@ def remedies_of(config: RunConfig, device: Device, model: Architecture) -> list[
 def splits_of(config: RunConfig, device: Device, model: Architecture) -> list[str]:
     """Return a section of the plan with the step times of other splits of the run's devices, the best one marked."""
     placement = config.placement
-    if placement.kind is not PlacementKind.fully_async or config.rollout.urls:
+    if placement.colocated or config.rollout.urls:
         return []
 
     total, now = placement.trainer_devices + placement.rollout_devices, placement.trainer_devices
@@ -85,7 +84,7 @@ def splits_of(config: RunConfig, device: Device, model: Architecture) -> list[st
 def _changes(config: RunConfig, device: Device, model: Architecture) -> Iterator[tuple[Change, Architecture]]:
     """Yield changes and the model that they train, from the cheapest to those that need other hardware or models."""
     rollout = config.rollout
-    colocated = config.placement.kind is PlacementKind.colocate
+    colocated = config.placement.colocated
 
     changes: list[Change] = []
     if config.trainer.activation_checkpointing not in (Checkpointing.all, Checkpointing.auto):
@@ -123,11 +122,10 @@ def _more_devices(config: RunConfig, device: Device, model: Architecture) -> Cha
 
     The shards of the trainer get smaller; wider engines are only for weights that leave no room for caches.
     """
-    keys = ["placement.trainer_devices"]
-    if config.placement.kind is PlacementKind.colocate:
-        keys = ["placement.devices"]
+    colocated = config.placement.colocated
+    keys = ["placement.devices" if colocated else "placement.trainer_devices"]
     wider = _plan(config, device, model).engine.cache_bytes <= 0
-    if wider and config.placement.kind is not PlacementKind.colocate:
+    if wider and not colocated:
         keys.append("placement.rollout_devices")
     if wider:
         keys.append("rollout.tensor_parallel")
