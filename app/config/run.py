@@ -195,18 +195,17 @@ class RunConfig:
         expect(not self.algorithm.needs_reference, "algorithm.kl", kl, "none with mode=sft, which samples nothing")
 
     def _validate_devices(self) -> None:
-        colocated = self.placement.colocated
         devices, width = self.placement.engine_devices, self.rollout.tensor_parallel
-        key = "placement.devices" if colocated else "placement.rollout_devices"
+        key = "placement.devices" if self.placement.colocated else "placement.rollout_devices"
         accepted = f"a divisor of {key}={devices}, such as {math.gcd(devices, width)}"
         expect(devices % width == 0, "rollout.tensor_parallel", width, accepted)
         ranks, replicas = self.placement.trainer_ranks, self.trainer.replicas
         accepted = f"a divisor of the trainer's {ranks} ranks, such as {math.gcd(ranks, replicas)}"
         expect(ranks % replicas == 0, "trainer.replicas", replicas, accepted)
 
-        streams = not colocated and self.algorithm.updates_per_step == 1
         accepted = "auto or off, but with placement=fully_async and algorithm.updates_per_step=1"
-        expect(streams or self.placement.stream is not Stream.on, "placement.stream", self.placement.stream, accepted)
+        possible = self.stream or self.placement.stream is not Stream.on
+        expect(possible, "placement.stream", self.placement.stream, accepted)
         for key in self.stop.given:
             expect(self.eval.every > 0, "eval.every", 0, f"the steps between evaluations, which {key} compares")
 
