@@ -60,7 +60,7 @@ def describe(config: RunConfig, given: Collection[str] = ()) -> str:
         sections += [
             text.memory(config, device, model, flags),
             text.sync(config, device, model),
-            text.time(config, device, model, flags),
+            text.time(config, device, model),
             splits_of(config, device, model),
             text.disk(config, model),
             remedies_of(config, device, model),

@@ -42,6 +42,7 @@ class EngineMemoryPlan:
     kv_tokens: int  # capacity of the KV cache
     state_slots: int | None  # states that fit; None: the model has no such state
     states_per_request: int
+    requests: int  # that it runs at once, at most
     activations: float  # bytes
     kept: Items  # weights that no sync would bring back, so that they are not released
     resident: Items  # what no release frees
@@ -139,6 +140,7 @@ def plan_engine(
         kv_tokens=kv_tokens,
         state_slots=state_slots,
         states_per_request=states_per_request,
+        requests=requests,
         activations=activations,
         kept=kept,
         resident={"engine runtime": device.engine_runtime_gib * GIB},
@@ -215,7 +217,7 @@ def with_memory_settings(config: RunConfig, device: Device, model: Architecture 
         return choices[len(recomputations) - 1]
     for choice in choices:
         with suppress(ValueError):  # of a flag that is null: nobody knows what the engine takes
-            plan = plan_memory(choice, device, model, engine_flags(config, device))
+            plan = plan_memory(choice, device, model)
             training = [phase.bytes for phase in plan.phases if phase.name in plan.training]
             if max(training) <= FILLED * plan.capacity.bytes:
                 return choice
@@ -240,12 +242,12 @@ def with_inflight_groups(config: RunConfig, device: Device, model: Architecture 
     return config
 
 
-def plan_memory(config: RunConfig, device: Device, model: Architecture, flags: Mapping[str, object]) -> MemoryPlan:
-    """Plan the memory of a run whose engines start with these SGLang flags."""
+def plan_memory(config: RunConfig, device: Device, model: Architecture) -> MemoryPlan:
+    """Plan the memory of a run."""
     config = with_memory_settings(config, device, model)
     limit = capacity(config, device)
     trainer = plan_trainer(config, device, model)
-    engine = plan_engine(config, device, model, flags, limit.bytes)
+    engine = plan_engine(config, device, model, engine_flags(config, device), limit.bytes)
 
     if config.shared_devices:
         phases = _shared_phases(config, device, trainer, engine)

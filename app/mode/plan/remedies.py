@@ -13,7 +13,7 @@ from app.errors import ConfigError, yaml_text
 from app.mode.plan.duration import step_seconds
 from app.mode.plan.memory import MemoryPlan, plan_memory
 from app.model.architecture import QWEN3_06B, QWEN3_17B, Architecture
-from app.rollout.engine.server_args import engine_flags, memory_fraction
+from app.rollout.engine.server_args import memory_fraction
 from app.utils.units import GIB
 
 SMALLER = {"Qwen/Qwen3-1.7B": QWEN3_17B, "Qwen/Qwen3-0.6B": QWEN3_06B}
@@ -29,7 +29,7 @@ Change = Mapping[str, object]  # setting → value
 
 def remedies_of(config: RunConfig, device: Device, model: Architecture) -> list[str]:
     """Return a section of the plan with what to try, if the run does not fit; else nothing."""
-    plan = _plan(config, device, model)
+    plan = plan_memory(config, device, model)
     if _fits(config, plan):
         return []
 
@@ -41,7 +41,7 @@ def remedies_of(config: RunConfig, device: Device, model: Architecture) -> list[
         except ConfigError:
             continue
 
-        replanned = _plan(changed, device, changed_model)
+        replanned = plan_memory(changed, device, changed_model)
         if _better(plan, replanned):
             settings = " ".join(f"{key}={yaml_text(value)}" for key, value in change.items())
             verdict = "fits" if _fits(changed, replanned) else "does not fit alone"
@@ -64,8 +64,8 @@ def splits_of(config: RunConfig, device: Device, model: Architecture) -> list[st
         )
         with suppress(ConfigError):
             changed.validate()
-            plan = _plan(changed, device, model)
-            seconds = step_seconds(changed, device, model, plan.engine, engine_flags(changed, device))
+            plan = plan_memory(changed, device, model)
+            seconds = step_seconds(changed, device, model, plan.engine)
             if seconds is not None:
                 fits = _fits(changed, plan)
                 found |= {trainers: seconds.total} if fits else {}
@@ -124,7 +124,7 @@ def _more_devices(config: RunConfig, device: Device, model: Architecture) -> Cha
     """
     colocated = config.placement.colocated
     keys = ["placement.devices" if colocated else "placement.trainer_devices"]
-    wider = _plan(config, device, model).engine.cache_bytes <= 0
+    wider = plan_memory(config, device, model).engine.cache_bytes <= 0
     if wider and not colocated:
         keys.append("placement.rollout_devices")
     if wider:
@@ -133,7 +133,7 @@ def _more_devices(config: RunConfig, device: Device, model: Architecture) -> Cha
     for factor in FACTORS:
         change = {key: factor * attrgetter(key)(config) for key in keys}
         changed = _changed(config, change)
-        if _fits(changed, _plan(changed, device, model)):
+        if _fits(changed, plan_memory(changed, device, model)):
             break
     return change
 
@@ -152,10 +152,6 @@ def _changed(config: RunConfig, change: Change) -> RunConfig:
         if section:  # a preset's shapes are those of the model beside it
             setattr(attrgetter(section)(changed), name, value)
     return changed
-
-
-def _plan(config: RunConfig, device: Device, model: Architecture) -> MemoryPlan:
-    return plan_memory(config, device, model, engine_flags(config, device))
 
 
 def _fits(config: RunConfig, plan: MemoryPlan) -> bool:

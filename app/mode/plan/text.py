@@ -47,7 +47,7 @@ RADIX_GAIN = 1.5  # times the completions, from which on repeated prefills of a 
 
 def memory(config: RunConfig, device: Device, model: Architecture, flags: Mapping[str, object]) -> list[str]:
     """One line per phase, then the peak phase and the capacity of the caches."""
-    plan = plan_memory(config, device, model, flags)
+    plan = plan_memory(config, device, model)
     total = plan.capacity.bytes
     decided = with_memory_settings(config, device, model)
     recomputed, moments = decided.trainer.activation_checkpointing.name, decided.offload.optimizer.name
@@ -121,10 +121,10 @@ def _caches(config: RunConfig, model: Architecture, engine: EngineMemoryPlan, fl
     return lines
 
 
-def time(config: RunConfig, device: Device, model: Architecture, flags: Mapping[str, object]) -> list[str]:
+def time(config: RunConfig, device: Device, model: Architecture) -> list[str]:
     """Expected seconds of a step, and the duration of the run."""
-    engine = plan_engine(config, device, model, flags, capacity(config, device).bytes)
-    seconds = step_seconds(config, device, model, engine, flags)
+    engine = plan_memory(config, device, model).engine
+    seconds = step_seconds(config, device, model, engine)
     if seconds is None:
         return [f"Time: no estimate on {device.kind.name}; a run logs what remains of it"]
 
@@ -137,14 +137,14 @@ def time(config: RunConfig, device: Device, model: Architecture, flags: Mapping[
         f"  a step: about {seconds.total:.0f} s ({bound}); {config.steps} steps: about "
         f"{duration(config.steps * seconds.total)}, without start, evaluations and checkpoints",
     ]
-    if (mean := mean_step_seconds(config, device, model, engine, flags)) is not None:
+    if (mean := mean_step_seconds(config, device, model, engine)) is not None:
         lines.append(
             f"  with completions of {MEAN_SHARE:.0%} of the limit on average: generate about {mean.generate:.0f} s, "
             f"train about {mean.train:.0f} s, a step about {mean.total:.0f} s"
         )
     mode = config.placement.in_flight_or_default(keeps_cache=model.linear is None)
     if mode is InFlight.retract and not config.model.lora.enabled:
-        tokens = recomputed_tokens(config, engine, flags)
+        tokens = recomputed_tokens(config, engine)
         again = FORWARD_FLOPS * model.parameters * tokens / config.rollout.tensor_parallel
         lines.append(
             f"  after a sync an engine prefills up to {tokens:,} tokens of what is in flight again: about "
@@ -155,7 +155,7 @@ def time(config: RunConfig, device: Device, model: Architecture, flags: Mapping[
 
     looped = replace(device, linear_attention=None)
     train = training_seconds(config, looped, model)
-    largest = max(phase.bytes for phase in plan_memory(config, looped, model, flags).phases if phase.name == BACKWARD)
+    largest = max(phase.bytes for phase in plan_memory(config, looped, model).phases if phase.name == BACKWARD)
     return [
         *lines,
         f"  linear attention trains in the kernels of {device.linear_attention}; in torch's loop, where they are not "
