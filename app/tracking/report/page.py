@@ -19,7 +19,7 @@ from app.tracking.number_format import MISSING, count, duration, evaluation_rows
 from app.tracking.report.charts import charts
 from app.tracking.report.checks import Tone, health_checks, rule_checks, rules_check
 from app.tracking.report.comparison import SEED_TITLE, Comparison, compare, run_table, seed_table
-from app.tracking.report.data import RunData, read_run
+from app.tracking.report.data import RunData, curves, read_run
 from app.tracking.run_folder.summary import Status
 from app.utils.files import replace_file
 
@@ -70,16 +70,7 @@ def _embedded(runs: Sequence[RunData], names: Sequence[str]) -> str:
     content = {
         "charts": [asdict(chart) for chart in charts([run for run in runs if not run.is_evaluation])],
         "runs": [
-            {
-                "name": name,
-                "steps": run.steps,
-                "series": {
-                    key: [None if value is None else float(f"{value:.6g}") for value in values]
-                    for key, values in run.series.items()
-                },
-                "samples": run.samples,
-            }
-            for run, name in zip(runs, names, strict=True)
+            {"name": name, **curves(run.rows), "samples": run.samples} for run, name in zip(runs, names, strict=True)
         ],
     }
     return json.dumps(content, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
