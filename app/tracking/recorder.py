@@ -262,12 +262,16 @@ class RunFolderRecorder:
 
     def _options(self, name: str) -> dashboards.DashboardOptions:
         tracking = self.config.tracking
+        # The file has references in place of values of environment variables.
+        saved = self.folder / CONFIG / "config.yaml"
+        settings = OmegaConf.load(saved) if saved.is_file() else OmegaConf.structured(self.config)
+        config: Any = OmegaConf.to_container(settings, enum_to_str=True)
         return dashboards.DashboardOptions(
-            config=_shown(self.config, self.folder),
+            config=config,
             folder=self.folder / dashboards.FOLDER / name,
             metrics=self.folder / metrics_file.NAME,
             project=tracking.project,
-            run_name=dashboards.run_name(tracking, self.folder),
+            run_name=tracking.run_name or f"{self.folder.parent.name}/{self.folder.name}",
             offline=tracking.offline,
             resumed_at=self._resumed_at,
             warn=self.warn,
@@ -284,11 +288,3 @@ def evaluation_metrics(results: Mapping[str, Metrics]) -> dict[str, float]:
     if accuracies:
         named["eval/accuracy"] = sum(accuracies) / len(accuracies)
     return named
-
-
-def _shown(config: RunConfig, folder: Path) -> dict[str, Any]:
-    """Return the settings as the run's folder has them: without values of environment variables."""
-    saved = folder / CONFIG / "config.yaml"
-    settings = OmegaConf.load(saved) if saved.is_file() else OmegaConf.structured(config)
-    plain: Any = OmegaConf.to_container(settings, enum_to_str=True)
-    return {str(key): value for key, value in plain.items()}
