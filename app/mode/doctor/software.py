@@ -9,11 +9,11 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from app.config import RunConfig
+from app.config.command_line import DISTRIBUTION
 from app.device import Device
 from app.start.inputs import CheckStatus, Finding, outcome
 
 PYTHON = SpecifierSet(">=3.11,<3.13")
-DISTRIBUTION = "hydra-posttrain"
 INSTALL = "install this package: pip install --no-deps --editable ."
 PLATFORMS = "sglang.srt.platforms"  # entry points that this package registers with SGLang
 MEMORY_SAVER = "torch_memory_saver"
