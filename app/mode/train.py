@@ -138,13 +138,14 @@ class TrainingRun:
         self.started = False  # whether a trainer was ever started: if none can be, there is nothing to restart
         self._cursor_at_start: dict[str, Any] = workers.inputs.prompts.train.state()
 
-    async def train_with_restarts(self) -> float:
-        """Train to the last step; returns the last evaluation's accuracy. Raises the last failure of the trainer."""
+    async def train_with_restarts(self) -> None:
+        """Train to the last step. Raises the last failure of the trainer."""
         limit = self.config.recovery.max_restarts if self.config.checkpoint.keep else 0
         failure: TrainerError | None = None
         while True:
             try:
-                return await self._train_once(failure)
+                await self._train_once(failure)
+                return
             except TrainerError as error:
                 if self._failures >= limit or not self.started:
                     raise
@@ -154,7 +155,7 @@ class TrainingRun:
                 self.recorder.warn(f"restarting the trainer: {error}")
                 await self.workers.supervisor.abort_in_flight()
 
-    async def _train_once(self, failure: TrainerError | None) -> float:
+    async def _train_once(self, failure: TrainerError | None) -> None:
         """Start a trainer and train with it until the run ends or it fails. `failure`: of the trainer before."""
         first = self.restarts == 0
         async with start_trainer_workers(
@@ -176,18 +177,18 @@ class TrainingRun:
             due = resume_point is not None and resume_point.state.evaluation_due
             controller = self.schedule(context, version, evaluation_due=due)
             try:
-                return await self.run(controller)
+                await self.run(controller)
             except TrainerError:
                 if controller.version > self._furthest:
                     self._furthest, self._failures = controller.version, 0
                 await trainer_workers.synchronizer.abort()  # engines are in a process group with the old ranks
                 raise
 
-    async def run(self, controller: PlacementController) -> float:
+    async def run(self, controller: PlacementController) -> None:
         """Run the schedule; save the last step however that ends; export at the end."""
         async with self.workers.monitor():
             try:
-                accuracy = await controller.run()
+                await controller.run()
                 await self.checkpoints.wait()
             except asyncio.CancelledError:
                 await save_last_step(controller)
@@ -203,11 +204,8 @@ class TrainingRun:
 
         if self.config.checkpoint.export:
             self.recorder.status("exporting the model")
-            step, template = controller.version, self.workers.inputs.chat_template
-            await export_trained(
-                controller.context.trainer, self.config, self.folder, step=step, chat_template=template
-            )
-        return accuracy
+            trainer, template = controller.context.trainer, self.workers.inputs.chat_template
+            await export_trained(trainer, self.config, self.folder, step=controller.version, chat_template=template)
 
     @property
     def _identity(self) -> dict[str, Any]:

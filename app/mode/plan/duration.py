@@ -65,16 +65,13 @@ def training_seconds(config: RunConfig, device: Device, model: Architecture) -> 
         widths = LOOP_FORWARD * forwards + LOOP_BACKWARD + LOOP_BACKWARD_CHUNK * chunks
         moved = (model.layers - model.full_layers) * widths * FLOAT32 * model.linear.value_channels
         seconds += moved / (device.memory_gb_per_s * 1e9 * STREAMING_SHARE)
-    return seconds * tokens + _moving_seconds(config, device, model)
 
-
-def _moving_seconds(config: RunConfig, device: Device, model: Architecture) -> float:
-    """Estimate the copies of Adam's moments between host and device, both ways in each update of a step."""
-    if not moments_on_host(config, device):
-        return 0.0
-    ranks = config.placement.trainer_ranks // config.trainer.replicas
-    moments = 2 * FLOAT32 * trained_parameters(model, config.model.lora) / ranks
-    return config.algorithm.updates_per_step * 2 * moments / (HOST_GB_PER_S * 1e9)
+    moving = 0.0
+    if moments_on_host(config, device):  # Adam's moments are copied both ways in each update of a step
+        ranks = config.placement.trainer_ranks // config.trainer.replicas
+        moments = 2 * FLOAT32 * trained_parameters(model, config.model.lora) / ranks
+        moving = config.algorithm.updates_per_step * 2 * moments / (HOST_GB_PER_S * 1e9)
+    return seconds * tokens + moving
 
 
 def step_tokens(config: RunConfig) -> int:

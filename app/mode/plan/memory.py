@@ -61,7 +61,6 @@ class EngineMemoryPlan:
 
     @property
     def caches(self) -> Items:
-        """KV cache and request states."""
         items: Items = {"KV cache": self.kv_tokens * self.token_bytes}
         if self.state_slots is not None:
             items["recurrent states"] = self.state_slots * self.state_bytes + self.verified_states
@@ -167,7 +166,6 @@ class Phase:
 
     @property
     def bytes(self) -> float:
-        """Sum of the items."""
         return sum(self.items.values())
 
 
@@ -188,7 +186,6 @@ class MemoryPlan:
 
     @property
     def peak_phase(self) -> Phase:
-        """The phase that uses the most memory."""
         return max(self.phases, key=lambda phase: phase.bytes)
 
 
