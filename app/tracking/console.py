@@ -81,8 +81,7 @@ class RunConsole:
         self._first_accuracy = first_accuracy
         self._console.print(Text(f"resumed after step {step}", "bold"))
         if self._progress is not None:
-            self._progress.update(self._task, completed=step)
-            self._progress.reset(self._task, completed=step, total=self._config.steps, start=True)
+            self._progress.reset(self._task, completed=step)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         line = step_line(step, self._config.steps, metrics).append(self._time_left(step, metrics), "dim")

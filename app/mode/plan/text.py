@@ -20,16 +20,7 @@ from app.mode.plan.duration import (
     sync_seconds,
     training_seconds,
 )
-from app.mode.plan.memory import (
-    MEAN_SHARE,
-    EngineMemoryPlan,
-    MemoryPlan,
-    Phase,
-    capacity,
-    plan_engine,
-    plan_memory,
-    with_memory_settings,
-)
+from app.mode.plan.memory import MEAN_SHARE, EngineMemoryPlan, Phase, plan_engine, plan_memory, with_memory_settings
 from app.mode.plan.trainer_memory import BACKWARD
 from app.model.architecture import Architecture, adapter_parameters
 from app.rollout.engine.server_args import VERIFIED, model_flags, render_flags, teacher_flags
@@ -64,20 +55,20 @@ def memory(config: RunConfig, device: Device, model: Architecture, flags: Mappin
     left = total - peak.bytes
     fit = f"{_gib(left)} left" if left >= 0 else f"DOES NOT FIT: {_gib(-left)} too much"
     lines.append(f"  peak: {peak.device}, {peak.name}: {_gib(peak.bytes)} of {_gib(total)}, {fit}")
-    lines += [*_caches(config, model, plan.engine, flags), *_radix_cache(config, device, model, flags)]
+    lines += [*_caches(config, model, plan.engine, flags), *_radix_cache(config, device, model, flags, total)]
     if config.teacher_devices:
-        lines.append(_teacher_cache(config, plan))
+        lines.append(_teacher_cache(config, plan.teacher))
     return lines
 
 
-def _teacher_cache(config: RunConfig, plan: MemoryPlan) -> str:
+def _teacher_cache(config: RunConfig, teacher: EngineMemoryPlan | None) -> str:
     """Return what fits into the KV cache of the teacher that the run starts."""
-    if plan.teacher is None:
+    if teacher is None:
         return f"  teacher: no estimate, the shapes of teacher.path={config.teacher.path} are not on this machine"
-    if plan.teacher.cache_bytes <= 0:
-        return f"  teacher: NO ROOM: weights take {_gib(plan.teacher.weights)} of a device; raise teacher.devices"
+    if teacher.cache_bytes <= 0:
+        return f"  teacher: NO ROOM: weights take {_gib(teacher.weights)} of a device; raise teacher.devices"
     longest = config.rollout.max_tokens
-    tokens, at_once = plan.teacher.kv_tokens, plan.teacher.fitting(longest)
+    tokens, at_once = teacher.kv_tokens, teacher.fitting(longest)
     return f"  teacher: KV cache of {tokens:,} tokens; {at_once:,} sequences of {longest:,} tokens at once"
 
 
@@ -163,16 +154,17 @@ def time(config: RunConfig, device: Device, model: Architecture) -> list[str]:
     ]
 
 
-def _radix_cache(config: RunConfig, device: Device, model: Architecture, flags: Mapping[str, object]) -> list[str]:
+def _radix_cache(
+    config: RunConfig, device: Device, model: Architecture, flags: Mapping[str, object], capacity: float
+) -> list[str]:
     """Return completions of half the full length at a time with and without the radix cache, for recurrent states."""
     if config.rollout.urls or model.linear is None:
         return []
 
-    limit = capacity(config, device).bytes
     half = config.rollout.max_tokens // 2
     running = int(str(flags["max-running-requests"]))
     cached, alone = (
-        min(running, plan_engine(config, device, model, {**flags, RADIX_OFF: off}, limit).fitting(half))
+        min(running, plan_engine(config, device, model, {**flags, RADIX_OFF: off}, capacity).fitting(half))
         for off in (False, True)
     )
     line = f"  radix cache: {cached:,} completions of {half:,} tokens at a time with it, {alone:,} without"
