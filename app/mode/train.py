@@ -18,7 +18,6 @@ process.
 """
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -231,7 +230,7 @@ class TrainingRun:
         cursor = self.workers.inputs.prompts.train
         if point is None:
             if aside := self.checkpoints.start_over():
-                self.recorder.warn(f"the run starts over; its checkpoints were set aside: {_names(aside)}")
+                self.recorder.warn(f"the run starts over; its checkpoints were set aside: {', '.join(map(str, aside))}")
             if self.restarts or self.recorder.used:
                 cursor.restore(self._cursor_at_start)
                 self.recorder.resume(0)
@@ -248,7 +247,7 @@ class TrainingRun:
         for reason in point.damaged:
             self.recorder.warn(f"resumed from {point.path.name} instead: {reason}")
         if aside:
-            later = _names(aside)
+            later = ", ".join(map(str, aside))
             self.recorder.warn(f"the run went back to step {state.step}; later checkpoints were set aside: {later}")
         return state.version
 
@@ -290,7 +289,3 @@ class TrainingRun:
             demonstrator=workers.inputs.demonstrator if config.mode is Mode.sft else None,
             demonstrations=workers.inputs.demonstrations if config.data.demonstrations is not None else None,
         )
-
-
-def _names(paths: Sequence[Path]) -> str:
-    return ", ".join(map(str, paths))

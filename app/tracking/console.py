@@ -119,12 +119,11 @@ class RunConsole:
 
         line = Text(f" eval {step:>{len(str(self._config.steps))}}/{self._config.steps}", "bold green")
         for name, metrics in results.items():
-            accuracy = metrics.get("accuracy")
+            accuracy = metrics["accuracy"]
             label = "accuracy" if len(results) == 1 else name
-            if accuracy is not None:
-                line.append(f"   {label} ", "dim").append(f"{accuracy:6.1%}", "bold")
+            line.append(f"   {label} ", "dim").append(f"{accuracy:6.1%}", "bold")
 
-        if len(results) == 1 and accuracy is not None:
+        if len(results) == 1:
             if self._first_accuracy is None:
                 self._first_accuracy = accuracy
             else:

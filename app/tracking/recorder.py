@@ -284,7 +284,4 @@ def evaluation_metrics(results: Mapping[str, Metrics]) -> dict[str, float]:
     if len(results) == 1:
         return {f"eval/{name}": value for metrics in results.values() for name, value in metrics.items()}
     named = {f"eval/{key}/{name}": value for key, metrics in results.items() for name, value in metrics.items()}
-    accuracies = [metrics["accuracy"] for metrics in results.values() if "accuracy" in metrics]
-    if accuracies:
-        named["eval/accuracy"] = sum(accuracies) / len(accuracies)
-    return named
+    return named | {"eval/accuracy": sum(metrics["accuracy"] for metrics in results.values()) / len(results)}

@@ -101,7 +101,7 @@ def find_runs(folder: Path) -> list[Path]:
             found.append(path)
         if metrics_file.NAME in files or known:
             folders.clear()
-        folders[:] = sorted(each for each in folders if not is_aside(Path(each)))
+        folders[:] = sorted(each for each in folders if not is_aside(each))
     return sorted(found)
 
 
