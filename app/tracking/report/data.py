@@ -105,7 +105,7 @@ def find_runs(folder: Path) -> list[Path]:
     return sorted(found)
 
 
-def curves(rows: list[dict[str, Any]]) -> dict[str, object]:
+def curves(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Return `steps` and `series`, the values of each metric with six digits, for the page.
 
     They are averaged over buckets of steps, so that at most `POINTS` remain.
