@@ -87,14 +87,13 @@ def _header(runs: Sequence[RunData]) -> str:
     for kind in ("training", "evaluation"):
         if f"data/{kind}_rows" in run.summary:
             totals.append(plural(run.summary[f"data/{kind}_rows"], f"{kind} row"))
-    tokens = run.summary.get("total/completion_tokens")
-    if tokens:
+    if tokens := run.summary.get("total/completion_tokens"):
         totals.append(f"{count(tokens)} completion tokens")
+    if stopped := run.summary.get("stop/reason"):
+        totals.append(f"stopped early: {stopped}")
 
     title = f"<h1>{escape(run.label)} <span class='status {escape(status)}'>{escape(status)}</span></h1>"
     error = f"<p class='error'>{escape(str(run.summary['error']))}</p>" if run.summary.get("error") else ""
-    if stopped := run.summary.get("stop/reason"):
-        totals.append(f"stopped early: {stopped}")
     return f"{title}<p class='sub'>{escape(' · '.join(totals))}<br><code>{escape(str(run.folder))}</code></p>{error}"
 
 
