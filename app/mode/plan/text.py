@@ -55,7 +55,7 @@ def memory(config: RunConfig, device: Device, model: Architecture, flags: Mappin
     left = total - peak.bytes
     fit = f"{_gib(left)} left" if left >= 0 else f"DOES NOT FIT: {_gib(-left)} too much"
     lines.append(f"  peak: {peak.device}, {peak.name}: {_gib(peak.bytes)} of {_gib(total)}, {fit}")
-    lines += [*_caches(config, model, plan.engine, flags), *_radix_cache(config, device, model, flags, total)]
+    lines += [*_caches(config, model, plan.engine, flags), *_radix_cache(config, device, model, flags)]
     if config.teacher_devices:
         lines.append(_teacher_cache(config, plan.teacher))
     return lines
@@ -154,9 +154,7 @@ def time(config: RunConfig, device: Device, model: Architecture) -> list[str]:
     ]
 
 
-def _radix_cache(
-    config: RunConfig, device: Device, model: Architecture, flags: Mapping[str, object], capacity: float
-) -> list[str]:
+def _radix_cache(config: RunConfig, device: Device, model: Architecture, flags: Mapping[str, object]) -> list[str]:
     """Return completions of half the full length at a time with and without the radix cache, for recurrent states."""
     if config.rollout.urls or model.linear is None:
         return []
@@ -164,7 +162,7 @@ def _radix_cache(
     half = config.rollout.max_tokens // 2
     running = int(str(flags["max-running-requests"]))
     cached, alone = (
-        min(running, plan_engine(config, device, model, {**flags, RADIX_OFF: off}, capacity).fitting(half))
+        min(running, plan_engine(config, device, model, {**flags, RADIX_OFF: off}).fitting(half))
         for off in (False, True)
     )
     line = f"  radix cache: {cached:,} completions of {half:,} tokens at a time with it, {alone:,} without"
