@@ -13,16 +13,8 @@ from pathlib import Path
 from statistics import median
 from typing import TextIO
 
+from rich import progress
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    SpinnerColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 from rich.text import Text
 
 from app.config import Mode, RunConfig
@@ -60,7 +52,7 @@ class RunConsole:
         self._terminal = self._console.is_terminal and stream.isatty()
         self._started = time.monotonic()
         self._first_accuracy: float | None = None
-        self._progress: Progress | None = None
+        self._progress: progress.Progress | None = None
         self._step_seconds: deque[float] = deque(maxlen=MEDIAN_STEPS)
         self._unannounced_s = 0.0  # of steps since the last line with an estimate
         self._header()
@@ -156,13 +148,13 @@ class RunConsole:
         self._console.print(Text("\n".join([*lines, ""]), "dim"))
 
         if self._terminal and config.mode is not Mode.eval:
-            self._progress = Progress(
-                SpinnerColumn(),
-                BarColumn(bar_width=None, complete_style="cyan", finished_style="green"),
-                MofNCompleteColumn(),
-                TimeElapsedColumn(),
-                TimeRemainingColumn(),
-                TextColumn("{task.fields[status]}", style="dim", markup=False),
+            self._progress = progress.Progress(
+                progress.SpinnerColumn(),
+                progress.BarColumn(bar_width=None, complete_style="cyan", finished_style="green"),
+                progress.MofNCompleteColumn(),
+                progress.TimeElapsedColumn(),
+                progress.TimeRemainingColumn(),
+                progress.TextColumn("{task.fields[status]}", style="dim", markup=False),
                 console=self._console,
                 expand=True,
                 refresh_per_second=4,
