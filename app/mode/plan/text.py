@@ -160,11 +160,8 @@ def _radix_cache(config: RunConfig, device: Device, model: Architecture, flags: 
         return []
 
     half = config.rollout.max_tokens // 2
-    running = int(str(flags["max-running-requests"]))
-    cached, alone = (
-        min(running, plan_engine(config, device, model, {**flags, RADIX_OFF: off}).fitting(half))
-        for off in (False, True)
-    )
+    plans = (plan_engine(config, device, model, {**flags, RADIX_OFF: off}) for off in (False, True))
+    cached, alone = (min(plan.requests, plan.fitting(half)) for plan in plans)
     line = f"  radix cache: {cached:,} completions of {half:,} tokens at a time with it, {alone:,} without"
     if flags.get(RADIX_OFF):
         return [f"{line}; it is off: each completion and turn prefills its whole prompt"]
