@@ -53,15 +53,14 @@ from app.tracking.recorder import RunFolderRecorder
 from app.utils.tasks import until_signal
 from app.weight_sync.probe import EngineProbe
 
-CONTROLLERS: dict[PlacementKind, type[PlacementController]] = {
+Schedule = type[PlacementController]
+CONTROLLERS: dict[PlacementKind, Schedule] = {
     PlacementKind.colocate: Colocate,
     PlacementKind.fully_async: FullyAsync,
 }
 
 
-def run(
-    config: RunConfig, folder: Path, inputs: RunInputs, schedule: type[PlacementController] | None = None
-) -> ModeResult:
+def run(config: RunConfig, folder: Path, inputs: RunInputs, schedule: Schedule | None = None) -> ModeResult:
     """Train to the last step; the metric is the last evaluation's accuracy. `schedule`: None is the placement's."""
     with RunFolderRecorder(config, folder) as recorder:
         warn = partial(recorder.warn, second_signal(config))
@@ -87,11 +86,7 @@ def second_signal(config: RunConfig) -> str:
 
 
 async def _train(
-    config: RunConfig,
-    folder: Path,
-    inputs: RunInputs,
-    recorder: RunFolderRecorder,
-    schedule: type[PlacementController] | None,
+    config: RunConfig, folder: Path, inputs: RunInputs, recorder: RunFolderRecorder, schedule: Schedule | None
 ) -> None:
     from app.mode.plan.memory import with_inflight_groups, with_memory_settings
 
@@ -117,7 +112,7 @@ class TrainingRun:
         folder: Path,
         recorder: RunFolderRecorder,
         workers: RolloutWorkers,
-        schedule: type[PlacementController] | None = None,
+        schedule: Schedule | None = None,
         adapts: bool = False,  # the groups in flight, see `Concurrency`
     ):
         self.config = config
