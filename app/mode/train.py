@@ -31,7 +31,7 @@ from app.cluster.memory_monitor import MemoryMonitor
 from app.config import Mode, RunConfig
 from app.config.command_line import given_settings, override
 from app.config.placement import PlacementKind
-from app.device import Device, device_of
+from app.device import device_of
 from app.errors import TrainerError
 from app.mode import ModeResult
 from app.model.architecture import architecture_of
@@ -98,8 +98,8 @@ async def _train(
     config = replace(config, placement=replace(config.placement, in_flight=in_flight))
     for sentence in idle_settings(config, given_settings()):
         recorder.warn(sentence)
-    async with start_rollout_workers(config, device, folder, inputs, recorder) as workers:
-        await TrainingRun(config, device, folder, recorder, workers, schedule, adapts).train_with_restarts()
+    async with start_rollout_workers(config, folder, inputs, recorder) as workers:
+        await TrainingRun(config, folder, recorder, workers, schedule, adapts).train_with_restarts()
 
 
 class TrainingRun:
@@ -108,7 +108,6 @@ class TrainingRun:
     def __init__(
         self,
         config: RunConfig,
-        device: Device,
         folder: Path,
         recorder: RunFolderRecorder,
         workers: RolloutWorkers,
@@ -116,7 +115,6 @@ class TrainingRun:
         adapts: bool = False,  # the groups in flight, see `Concurrency`
     ):
         self.config = config
-        self.device = device
         self.folder = folder
         self.recorder = recorder
         self.workers = workers
@@ -152,9 +150,7 @@ class TrainingRun:
     async def _train_once(self, failure: TrainerError | None) -> None:
         """Start a trainer and train with it until the run ends or it fails. `failure`: of the trainer before."""
         first = self.restarts == 0
-        async with start_trainer_workers(
-            self.config, self.device, self.folder, self.workers, first=first
-        ) as trainer_workers:
+        async with start_trainer_workers(self.folder, self.workers, first=first) as trainer_workers:
             self.started = True
             resume_point = await self.find_resume_point()
             if self.config.checkpoint.keep and first:

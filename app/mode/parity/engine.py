@@ -26,7 +26,6 @@ from torch.distributed.tensor import DTensor
 
 from app.config import RunConfig
 from app.config.weight_sync import Verify
-from app.device import device_of
 from app.errors import SyncError
 from app.model.load import reload
 from app.model.lora.layer import randomize, seeded
@@ -82,12 +81,11 @@ def sample(config: RunConfig, folder: Path, inputs: RunInputs) -> list[Sampled]:
 
 
 async def _sample(config: RunConfig, folder: Path, inputs: RunInputs) -> list[Sampled]:
-    device = device_of(config.device.kind)
     seeds: Sequence[int | None] = ADAPTER_SEEDS if config.model.lora.enabled else SEEDS
 
     async with (
-        start_rollout_workers(config, device, folder, inputs, StderrRecorder()) as workers,
-        start_trainer_workers(config, device, folder, workers, first=True) as training,
+        start_rollout_workers(config, folder, inputs, StderrRecorder()) as workers,
+        start_trainer_workers(folder, workers, first=True) as training,
     ):
         await training.trainer.attach(EXTENSION, Versions)
         sampled: list[Sampled] = []
