@@ -29,7 +29,6 @@ def _rules(run: RunConfig) -> list[tuple[bool, str, str]]:
     ratio_is_one = algorithm.old_policy is OldPolicy.trainer and algorithm.updates_per_step == 1
     correction = f"the correction is {run.correction.name}"
     colocated = run.placement.colocated
-    no_teacher = "there is no teacher: give teacher.path or teacher.urls"
     return [
         (ratio_is_one, RATIO, "with algorithm.updates_per_step=1 the ratio is 1"),
         (algorithm.objective not in CLIPS, CLIP, f"algorithm.objective={algorithm.objective} has no clip"),
@@ -37,7 +36,7 @@ def _rules(run: RunConfig) -> list[tuple[bool, str, str]]:
         (run.correction not in BANDS, "algorithm.correction_low", correction),
         (not algorithm.overlong_buffer_fraction, "algorithm.overlong_penalty", "overlong_buffer_fraction is 0"),
         (run.data.demonstrations is None, "algorithm.demonstrations_per_step", "data.demonstrations is null"),
-        (not run.teacher.given, "teacher", no_teacher),
+        (not run.teacher.given, "teacher", "there is no teacher: give teacher.path or teacher.urls"),
         (run.checkpoint.keep == 0, "checkpoint.every checkpoint.keep_best", "checkpoint.keep is 0"),
         (run.eval.temperature == 0, "eval.top_p eval.top_k", "eval.temperature is 0, which is greedy"),
         (run.eval.every >= run.steps, "stop", "the run is evaluated after its last step only"),
