@@ -113,7 +113,7 @@ class CheckpointManager:
             return final
 
         writing = final.with_name(final.name + UNFINISHED)
-        creating = in_thread(self._create_folder, writing, await trainer.checkpoint_bytes())
+        creating = in_thread(self._create_folder, writing, final, await trainer.checkpoint_bytes())
         try:
             await asyncio.wait_for(creating, self.timeout_s)
         except TimeoutError:
@@ -219,15 +219,15 @@ class CheckpointManager:
 
     # --- the background write
 
-    def _create_folder(self, writing: Path, checkpoint_bytes: int) -> None:
-        with _wrap_errors(writing, "be started"):
+    def _create_folder(self, writing: Path, final: Path, checkpoint_bytes: int) -> None:
+        with _wrap_errors(final, "be started"):
             self.folder.mkdir(parents=True, exist_ok=True)
             files.remove(writing)
             needed = checkpoint_bytes * OVERHEAD
             free = shutil.disk_usage(self.folder).free
             if free < needed:
                 needs = f"it needs {size(needed)}, and {self.folder} has {size(free)} left"
-                raise CheckpointError(f"checkpoint {_final_name(writing)} cannot be started: {needs}")
+                raise CheckpointError(f"checkpoint {final} cannot be started: {needs}")
             writing.mkdir()
 
     async def _write(self, trainer: Trainer, state: RunState, writing: Path, final: Path) -> None:
@@ -242,7 +242,7 @@ class CheckpointManager:
 
     def _commit(self, state: RunState, checksums: Mapping[str, int], writing: Path, final: Path) -> None:
         try:
-            with _wrap_errors(writing, "be written"):
+            with _wrap_errors(final, "be written"):
                 write_state(writing, state, checksums)
                 files.sync(writing)
 
@@ -292,13 +292,9 @@ def _discard(writing: Path) -> None:
         files.remove(writing)
 
 
-def _final_name(writing: Path) -> Path:
-    return writing.with_name(writing.name.removesuffix(UNFINISHED))
-
-
 @contextlib.contextmanager
 def _wrap_errors(path: Path, action: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CheckpointError(f"checkpoint {_final_name(path)} cannot {action}: {files.describe(error)}") from error
+        raise CheckpointError(f"checkpoint {path} cannot {action}: {files.describe(error)}") from error
