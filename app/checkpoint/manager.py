@@ -35,7 +35,6 @@ from app.checkpoint.run_state import RunState, read_state, set_accuracy, write_s
 from app.errors import CheckpointError, ConfigError
 from app.protocols import Trainer
 from app.utils import files
-from app.utils.files import UNFINISHED
 from app.utils.tasks import in_thread, run_to_end
 from app.utils.units import size
 
@@ -75,9 +74,9 @@ class CheckpointManager:
         """
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            for unfinished in self.folder.glob(f"*{UNFINISHED}"):
+            for unfinished in self.folder.glob(f"*{files.UNFINISHED}"):
                 files.remove(unfinished)
-            probe = self.folder / f"probe{UNFINISHED}"
+            probe = self.folder / f"probe{files.UNFINISHED}"
             probe.touch()
             probe.unlink()
         except OSError as error:
@@ -112,7 +111,7 @@ class CheckpointManager:
         if final == self._committed:
             return final
 
-        writing = final.with_name(final.name + UNFINISHED)
+        writing = final.with_name(final.name + files.UNFINISHED)
         creating = in_thread(self._create_folder, writing, final, await trainer.checkpoint_bytes())
         try:
             await asyncio.wait_for(creating, self.timeout_s)
