@@ -53,8 +53,8 @@ model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{base}",
 
 async def export_trained(
     trainer: Trainer, config: RunConfig, folder: Path, *, step: int, chat_template: str | None
-) -> Path:
-    """Export the trainer's parameters at the end of the run in `folder`; return the exported directory.
+) -> None:
+    """Export the trainer's parameters at the end of the run in `folder` to `export/` there.
 
     Exports the last checkpoint if it is of the last step. Otherwise writes one to `final/`, which is deleted after the
     export. If the export fails, `final/` stays, and `mode=export resume=<folder>/final` retries.
@@ -63,27 +63,23 @@ async def export_trained(
         CheckpointError: The checkpoint is damaged, or `final/` cannot be written.
         RunError: The export failed, or was not finished within `trainer.timeout_s`.
     """
-    source = locate(config.model)
-    last = latest(folder)
-    if last is not None and read_state(last).step == step:
-        return await _export(last, source, folder / FOLDER, config.trainer.timeout_s)
+    source, out = locate(config.model), folder / FOLDER
+    timeout_s = config.trainer.timeout_s
+    checkpoint = latest(folder)
+    if checkpoint is None or read_state(checkpoint).step != step:
+        final = CheckpointManager(folder / FINAL, keep=1, timeout_s=timeout_s)
+        state = RunState(step, step, model=identity(source, config.model.lora, chat_template))
+        checkpoint = await final.save(trainer, state)
+        await final.wait()
 
-    final = CheckpointManager(folder / FINAL, keep=1, timeout_s=config.trainer.timeout_s)
-    state = RunState(step, step, model=identity(source, config.model.lora, chat_template))
-    checkpoint = await final.save(trainer, state)
-    await final.wait()
-    out = await _export(checkpoint, source, folder / FOLDER, config.trainer.timeout_s)
-    shutil.rmtree(folder / FINAL)
-    return out
-
-
-async def _export(checkpoint: Path, source: Path, out: Path, timeout_s: float) -> Path:
     try:
-        return await asyncio.wait_for(in_thread(export_checkpoint, checkpoint, source, out), timeout_s)
+        await asyncio.wait_for(in_thread(export_checkpoint, checkpoint, source, out), timeout_s)
     except TimeoutError:
         late = f"the export of {checkpoint} to {out} was not finished within trainer.timeout_s={timeout_s:g} s"
         again = command("mode=export", override("resume", checkpoint))
         raise RunError(f"{late}; {again} exports it without a deadline") from None
+    if checkpoint.is_relative_to(folder / FINAL):
+        shutil.rmtree(folder / FINAL)
 
 
 def export_checkpoint(checkpoint: Path, source: Path, out: Path) -> Path:

@@ -36,7 +36,6 @@ from app.config.checkpoint import CheckpointConfig
 from app.errors import CheckpointError, ConfigError
 from app.protocols import Trainer
 from app.utils import files
-from app.utils.files import UNFINISHED
 from app.utils.tasks import in_thread, run_to_end
 from app.utils.units import size
 
@@ -76,9 +75,9 @@ class CheckpointManager:
         """
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            for unfinished in self.folder.glob(f"*{UNFINISHED}"):
+            for unfinished in self.folder.glob(f"*{files.UNFINISHED}"):
                 files.remove(unfinished)
-            probe = self.folder / f"probe{UNFINISHED}"
+            probe = self.folder / f"probe{files.UNFINISHED}"
             probe.touch()
             probe.unlink()
         except OSError as error:
@@ -113,8 +112,8 @@ class CheckpointManager:
         if final == self._committed:
             return final
 
-        writing = final.with_name(final.name + UNFINISHED)
-        creating = in_thread(self._create_folder, writing, await trainer.checkpoint_bytes())
+        writing = final.with_name(final.name + files.UNFINISHED)
+        creating = in_thread(self._create_folder, writing, final, await trainer.checkpoint_bytes())
         try:
             await asyncio.wait_for(creating, self.timeout_s)
         except TimeoutError:
@@ -224,15 +223,15 @@ class CheckpointManager:
 
     # --- the background write
 
-    def _create_folder(self, writing: Path, checkpoint_bytes: int) -> None:
-        with _wrap_errors(writing, "be started"):
+    def _create_folder(self, writing: Path, final: Path, checkpoint_bytes: int) -> None:
+        with _wrap_errors(final, "be started"):
             self.folder.mkdir(parents=True, exist_ok=True)
             files.remove(writing)
             needed = checkpoint_bytes * OVERHEAD
             free = shutil.disk_usage(self.folder).free
             if free < needed:
                 needs = f"it needs {size(needed)}, and {self.folder} has {size(free)} left"
-                raise CheckpointError(f"checkpoint {_final_name(writing)} cannot be started: {needs}")
+                raise CheckpointError(f"checkpoint {final} cannot be started: {needs}")
             writing.mkdir()
 
     async def _write(self, trainer: Trainer, state: RunState, writing: Path, final: Path) -> None:
@@ -247,7 +246,7 @@ class CheckpointManager:
 
     def _commit(self, state: RunState, checksums: Mapping[str, int], writing: Path, final: Path) -> None:
         try:
-            with _wrap_errors(writing, "be written"):
+            with _wrap_errors(final, "be written"):
                 write_state(writing, state, checksums)
                 files.sync(writing)
 
@@ -297,13 +296,9 @@ def _discard(writing: Path) -> None:
         files.remove(writing)
 
 
-def _final_name(writing: Path) -> Path:
-    return writing.with_name(writing.name.removesuffix(UNFINISHED))
-
-
 @contextlib.contextmanager
 def _wrap_errors(path: Path, action: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CheckpointError(f"checkpoint {_final_name(path)} cannot {action}: {files.describe(error)}") from error
+        raise CheckpointError(f"checkpoint {path} cannot {action}: {files.describe(error)}") from error

@@ -16,7 +16,6 @@ from typing import Any
 from app.config.model import LoraConfig
 from app.errors import CheckpointError, DamagedCheckpoint
 from app.utils import files
-from app.utils.files import crc32_of
 
 STATE = "state.json"
 FORMAT = 2
@@ -72,7 +71,7 @@ def read_intact(path: Path) -> RunState:
     """Like `read_state`, and read every file to compare its checksum."""
     state, stored = _read(path)
     try:
-        found = crc32_of([path / name for name in stored])
+        found = files.crc32_of([path / name for name in stored])
     except OSError as error:
         raise DamagedCheckpoint(f"checkpoint {path} cannot be read: {files.describe(error)}") from error
 

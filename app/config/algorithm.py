@@ -201,11 +201,6 @@ class AlgorithmConfig:
     def needs_reference(self) -> bool:
         return self.kl is not Kl.none
 
-    @property
-    def ratio_is_one(self) -> bool:
-        """Whether π_old is always the current policy, so that no setting of the ratio can act."""
-        return self.old_policy is OldPolicy.trainer and self.updates_per_step == 1
-
     def overlong_buffer_tokens(self, max_completion_tokens: int) -> int:
         """Number of tokens before the limit over which the length penalty grows."""
         return round(self.overlong_buffer_fraction * max_completion_tokens)

@@ -17,6 +17,7 @@ from app.config.setting import settings
 from app.errors import ConfigError, expect
 
 OPTIONS = {name: action for action in get_args_parser()._actions for name in action.option_strings}
+SETTINGS = {each.key: each for each in settings(RunConfig)}
 GROUPS = "algorithm data device environment experiment model placement reward tracking sweep".split()  # noqa: SIM905
 BEYOND_ASCII = re.compile(r"""[^\s,:\[\]{}"']*[^\x00-\x7f][^\s,:\[\]{}"']*""")  # words
 
@@ -37,14 +38,13 @@ def check_arguments(arguments: Sequence[str]) -> list[str]:
     overrides: list[str] = []
     options: list[str] = []
     with_help = any(word in ("--help", "-h") for word in arguments)
-    names = [*SECTIONS, *(each.key for each in settings(RunConfig))]
 
     words = deque(arguments)
     while words:
         word = words.popleft()
         name, equals, value = word.partition("=")
         option = OPTIONS.get(name)
-        if with_help and word in names:
+        if with_help and word in (*SECTIONS, *SETTINGS):
             overrides.append(f"hydra.help.template='${{settings_help:{word}}}'")
         elif option is not None and (option.nargs != 0 or not equals):
             options += _with_value(option, word, value, words)
@@ -75,15 +75,14 @@ def _instead(word: str, following: str) -> str:
         return f"write --{key}"
     if not value and following and not following.startswith("-") and "=" not in following:
         value = following
-    known = key in {each.key for each in settings(RunConfig)}
     value = value or foreign_names.VALUE
-    return (None if known else foreign_names.answer(key, value)) or f"write {key}={value}"
+    return (None if key in SETTINGS else foreign_names.answer(key, value)) or f"write {key}={value}"
 
 
 def _readable(word: str) -> str:
     """Return an override, quoted where Hydra needs it, as in `data.answer_after=####`."""
     key, _, value = word.lstrip("+~").partition("=")
-    declared = next((each for each in settings(RunConfig) if each.key == key), None)
+    declared = SETTINGS.get(key)
     if word.startswith("~") and declared and not isinstance(declared.default, dict):
         raise ConfigError(word, "", reason=f"a setting cannot be deleted; write {key}=<value>")
 

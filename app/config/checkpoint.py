@@ -16,10 +16,3 @@ class CheckpointConfig:
         25.0, "Time for a last checkpoint after a signal or a failure, beside two microbatches.", above=0, noun=SECONDS
     )
     export: bool = setting(True, "At the end of the run, also write the model as a Hugging Face directory, export/.")
-
-    @property
-    def max_on_disk(self) -> int:
-        """Checkpoints on disk at once, at most: those kept, and one being written."""
-        if not self.keep:
-            return int(self.export)  # written for the export and deleted after it
-        return self.keep + int(self.keep_best) + 1

@@ -32,8 +32,18 @@ NOISE = ("full_key:", "object_type=", "reference_type=", "Set the env", "Config 
 
 
 def register() -> None:
-    """Register the schema, so that Hydra refuses misspelled keys and wrong types, and the resolvers of `conf/`."""
-    ConfigStore.instance().store(name="run_schema", node=_open_schema())
+    """Register the schema, so that Hydra refuses misspelled keys and wrong types, and the resolvers of `conf/`.
+
+    The entries of mappings can be given with and without `+`. A section in a mapping (`data.eval_sets.mine.path=FILE`)
+    can be built up from its settings only if its type is open; `resolve` checks it.
+    """
+    schema = copy.deepcopy(_schema())
+    for each in (each for each in settings(RunConfig) if isinstance(each.default, dict)):
+        node = OmegaConf.select(schema, each.key)
+        OmegaConf.set_struct(node, False)
+        if any(other.key.startswith(f"{each.key}.<name>.") for other in settings(RunConfig)):
+            node._metadata.element_type = Any
+    ConfigStore.instance().store(name="run_schema", node=schema)
     resolvers.register()
 
 
@@ -42,21 +52,6 @@ def _schema() -> DictConfig:
     """The schema, made once: a merge copies it."""
     schema = OmegaConf.structured(RunConfig)
     assert isinstance(schema, DictConfig)
-    return schema
-
-
-def _open_schema() -> DictConfig:
-    """The schema for Hydra, in which the entries of mappings can be given with and without `+`.
-
-    A section in a mapping (`data.eval_sets.mine.path=FILE`) can be built up from its settings only if its type is open;
-    `resolve` checks it.
-    """
-    schema = copy.deepcopy(_schema())
-    for each in (each for each in settings(RunConfig) if isinstance(each.default, dict)):
-        node = OmegaConf.select(schema, each.key)
-        OmegaConf.set_struct(node, False)
-        if any(other.key.startswith(f"{each.key}.<name>.") for other in settings(RunConfig)):
-            node._metadata.element_type = Any
     return schema
 
 

@@ -168,10 +168,6 @@ class DataConfig:
         return self.path is not None or self._target_ is not None or bool(self.train_sets)
 
     @property
-    def sources(self) -> list[str]:
-        return list(self.train_sets) or [self.name]
-
-    @property
     def weights(self) -> dict[str, float]:
         """Weight of each training set by its name; empty if there is one without a name."""
         return {name: each.weight for name, each in self.train_sets.items()}

@@ -9,7 +9,6 @@ from app.config.model import TINY_PRESETS
 
 TRAINING = ("data.path", "data._target_", "data.train_sets")  # settings that choose the training rows
 SETS = "data.eval_sets"
-PRESET = "data=rows"
 
 
 def with_preset(overrides: Sequence[str]) -> list[str]:
@@ -23,7 +22,7 @@ def with_preset(overrides: Sequence[str]) -> list[str]:
     model = given.get("model", "tiny")
     if not own or model in TINY_PRESETS or "data" in given or "experiment" in given:
         return list(overrides)
-    return [PRESET, *overrides]
+    return ["data=rows", *overrides]
 
 
 def remove_evaluation_of_other_data(composed: DictConfig) -> None:

@@ -47,12 +47,16 @@ class PlacementConfig:
     )
 
     @property
+    def colocated(self) -> bool:
+        return self.kind is PlacementKind.colocate
+
+    @property
     def trainer_ranks(self) -> int:
-        return self.devices if self.kind is PlacementKind.colocate else self.trainer_devices
+        return self.devices if self.colocated else self.trainer_devices
 
     @property
     def engine_devices(self) -> int:
-        return self.devices if self.kind is PlacementKind.colocate else self.rollout_devices
+        return self.devices if self.colocated else self.rollout_devices
 
     def in_flight_or_default(self, *, keeps_cache: bool = False) -> InFlight:
         """Return what happens to requests in flight at a sync.
@@ -65,13 +69,13 @@ class PlacementConfig:
             return self.in_flight
         if self.max_staleness == 0:
             return InFlight.drain
-        return InFlight.in_place if keeps_cache and self.kind is PlacementKind.fully_async else InFlight.retract
+        return InFlight.in_place if keeps_cache and not self.colocated else InFlight.retract
 
     def validate(self) -> None:
         in_flight = self.in_flight_or_default()
         if self.max_staleness == 0:
             accepted = "drain with placement.max_staleness=0: no completion may continue across a weight sync"
             expect(in_flight is InFlight.drain, "placement.in_flight", in_flight, accepted)
-        elif self.kind is PlacementKind.colocate:
+        elif self.colocated:
             accepted = "retract with placement=colocate, whose engines release their KV cache while the trainer trains"
             expect(in_flight is InFlight.retract, "placement.in_flight", in_flight, accepted)

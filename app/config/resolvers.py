@@ -22,15 +22,11 @@ RUN_ID = secrets.token_hex(3)  # of this process
 
 
 def settings_help(section: str | None = None, *, _root_: DictConfig) -> str:
-    """Render the settings of a composition; the OmegaConf resolver behind `${settings_help:}` in `conf/config.yaml`.
+    """Render all settings, those of a section or one: its value in a composition, accepted values and meaning.
 
-    Hydra fills the result in a `string.Template`, hence the doubled dollar signs.
+    The OmegaConf resolver behind `${settings_help:}` in `conf/config.yaml`. Hydra fills the result in a
+    `string.Template`, hence the doubled dollar signs.
     """
-    return render(_root_, section).replace("$", "$$")
-
-
-def render(composed: DictConfig, section: str | None = None) -> str:
-    """Render all settings, those of a section or one: its value in `composed`, accepted values and meaning."""
     lines: list[str] = []
     previous: type | None = None
 
@@ -42,14 +38,14 @@ def render(composed: DictConfig, section: str | None = None) -> str:
             lines += ["", f"{prefix}: {(inspect.getdoc(each.section) or '').splitlines()[0]}"]
             previous = each.section
 
-        value = OmegaConf.select(composed, each.key, default=each.default)
+        value = OmegaConf.select(_root_, each.key, default=each.default)
         if OmegaConf.is_config(value):
             value = OmegaConf.to_container(value, resolve=True)
         shown = yaml_text(value) or "''"
         lines.append(f"  {f'{each.key} = {shown}':<{VALUE_WIDTH}}  {each.accepted}")
         lines += textwrap.wrap(each.help, WIDTH, initial_indent=INDENT, subsequent_indent=INDENT)
 
-    return "\n".join(lines).strip("\n")
+    return "\n".join(lines).strip("\n").replace("$", "$$")
 
 
 def register() -> None:

@@ -78,11 +78,6 @@ class RewardConfig:
         True, "Try your own rewards on made-up completions of a few rows before anything starts; false only loads them."
     )
 
-    @property
-    def needs_answer(self) -> str | None:
-        """A built-in component that compares with a row's answer, if there is one."""
-        return next((name for name, term in self.terms().items() if term.target is None and name in COMPARING), None)
-
     def terms(self) -> dict[str, RewardTerm]:
         """Return the components by name. The settings must be valid."""
         if self._target_ is not None:

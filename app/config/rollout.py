@@ -54,7 +54,6 @@ class RolloutConfig:
 
     @property
     def drafts(self) -> bool:
-        """Whether engines verify drafts."""
         return self.speculative != NO_DRAFTS
 
     @property

@@ -15,9 +15,9 @@ from app.config.environment import EnvironmentConfig, EnvironmentKind
 from app.config.eval import EvalConfig
 from app.config.model import ModelConfig
 from app.config.offload import OffloadConfig
-from app.config.placement import PlacementConfig, PlacementKind, Stream
+from app.config.placement import PlacementConfig, Stream
 from app.config.recovery import RecoveryConfig
-from app.config.reward import RewardConfig
+from app.config.reward import COMPARING, RewardConfig
 from app.config.rollout import DRAFTS, NO_DRAFTS, OWN_HEAD, RolloutConfig
 from app.config.setting import check_bounds, setting
 from app.config.stop import StopConfig
@@ -113,7 +113,7 @@ class RunConfig:
     @property
     def shared_devices(self) -> bool:
         """Whether each engine rank shares a device with a trainer rank."""
-        return self.placement.kind is PlacementKind.colocate and not self.rollout.urls
+        return self.placement.colocated and not self.rollout.urls
 
     @property
     def requests_per_engine(self) -> int:
@@ -128,7 +128,7 @@ class RunConfig:
     @property
     def stream(self) -> bool:
         """Whether groups are trained on as they arrive."""
-        possible = self.placement.kind is PlacementKind.fully_async and self.algorithm.updates_per_step == 1
+        possible = not self.placement.colocated and self.algorithm.updates_per_step == 1
         return possible and self.placement.stream is not Stream.off
 
     @property
@@ -142,7 +142,7 @@ class RunConfig:
     def device_count(self) -> int:
         """Devices of the run; servers of `rollout.urls` and `teacher.urls` take none."""
         placement = self.placement
-        separate = placement.kind is not PlacementKind.colocate and not self.rollout.urls
+        separate = not placement.colocated and not self.rollout.urls
         return placement.trainer_ranks + (placement.engine_devices if separate else 0) + self.teacher_devices
 
     @property
@@ -156,12 +156,6 @@ class RunConfig:
         """Whether the engines serve adapters. An evaluation runs on a whole model, into which they are merged."""
         return self.model.lora.enabled and self.mode is not Mode.eval
 
-    @property
-    def engines_keep_weights(self) -> bool:
-        """Whether weights stay in device memory of the engines while the trainer trains."""
-        releases = self.offload.engine and self.device.kind is not DeviceKind.cpu
-        return self.model.lora.enabled or self.placement.kind is not PlacementKind.colocate or not releases
-
     def validate(self) -> None:
         check_bounds(self)
         sections = (self.model, self.data, self.reward, self.environment, self.algorithm, self.placement, self.rollout)
@@ -170,14 +164,13 @@ class RunConfig:
         kind = self.device.kind
         check_engine_flags("device.engine_args", self.device.engine_args)
         check_engine_flags("rollout.engine_args", self.rollout.engine_args)
-        sources = self.data.sources
+        sources = list(self.data.train_sets) or [self.data.name]
         self.teacher.validate(self.rollout.temperature, sources=sources, policy=self.model)
         if self.model.lora.enabled:
             self.weight_sync.validate_for_adapters()
+        releases = self.placement.colocated and self.offload.engine and kind is not DeviceKind.cpu
         self.weight_sync.validate(
-            dtype_bytes=self.device.dtype.bytes,
-            starts_engines=not self.rollout.urls,
-            engines_keep_weights=self.engines_keep_weights,
+            dtype_bytes=self.device.dtype.bytes, starts_engines=not self.rollout.urls, engines_keep_weights=not releases
         )
         transport_of(self.weight_sync, shared_devices=self.shared_devices, device=kind)
 
@@ -189,8 +182,8 @@ class RunConfig:
         self._validate_rewards()
 
     def _validate_demonstrations(self) -> None:
-        placement, imitated, weight = self.placement.kind, self.data.demonstrations, self.algorithm.ce_coefficient
-        expect(placement is PlacementKind.colocate, "placement", placement, "colocate with mode=sft")
+        imitated, weight = self.data.demonstrations, self.algorithm.ce_coefficient
+        expect(self.placement.colocated, "placement", self.placement.kind, "colocate with mode=sft")
         staleness = self.placement.max_staleness
         expect(staleness == 0, "placement.max_staleness", staleness, "0 with mode=sft, which samples nothing")
         expect(not self.environment.multi_turn, "environment", self.environment.choice, "single_turn with mode=sft")
@@ -202,18 +195,17 @@ class RunConfig:
         expect(not self.algorithm.needs_reference, "algorithm.kl", kl, "none with mode=sft, which samples nothing")
 
     def _validate_devices(self) -> None:
-        colocated = self.placement.kind is PlacementKind.colocate
         devices, width = self.placement.engine_devices, self.rollout.tensor_parallel
-        key = "placement.devices" if colocated else "placement.rollout_devices"
+        key = "placement.devices" if self.placement.colocated else "placement.rollout_devices"
         accepted = f"a divisor of {key}={devices}, such as {math.gcd(devices, width)}"
         expect(devices % width == 0, "rollout.tensor_parallel", width, accepted)
         ranks, replicas = self.placement.trainer_ranks, self.trainer.replicas
         accepted = f"a divisor of the trainer's {ranks} ranks, such as {math.gcd(ranks, replicas)}"
         expect(ranks % replicas == 0, "trainer.replicas", replicas, accepted)
 
-        streams = not colocated and self.algorithm.updates_per_step == 1
         accepted = "auto or off, but with placement=fully_async and algorithm.updates_per_step=1"
-        expect(streams or self.placement.stream is not Stream.on, "placement.stream", self.placement.stream, accepted)
+        possible = self.stream or self.placement.stream is not Stream.on
+        expect(possible, "placement.stream", self.placement.stream, accepted)
         for key in self.stop.given:
             expect(self.eval.every > 0, "eval.every", 0, f"the steps between evaluations, which {key} compares")
 
@@ -250,12 +242,13 @@ class RunConfig:
         merged = path is None or self.mode is not Mode.eval or self.resume != "never"
         expect(merged, "model.lora.path", path, "null with mode=eval: evaluate what mode=export merges")
 
-        compares = self.reward.needs_answer
+        terms = self.reward.terms()
+        compares = next((name for name, term in terms.items() if term.target is None and name in COMPARING), None)
         # the answer is the reply of a demonstration; without rewards there need be none
         unneeded = self.mode is Mode.sft or self.algorithm.reward_coefficient == 0
         accepted = f"a field of the rows with reward={compares}, which compares with it; or a reward of your own"
         expect(compares is None or self.data.answer is not None or unneeded, "data.answer", None, accepted)
-        negative = any(term.weight < 0 for term in self.reward.terms().values())
+        negative = any(term.weight < 0 for term in terms.values())
         accepted = "another one with a negative weight in reward.components: it needs rewards of at least 0"
         expect(self.algorithm.advantage != "maxrl" or not negative, "algorithm.advantage", "maxrl", accepted)
         scored = self.environment.scores or "environment" not in self.reward.components

@@ -79,5 +79,4 @@ class TrainerConfig:
 
     @property
     def peak_lr(self) -> float:
-        """The learning rate at the end of the warm-up."""
         return self.lr * self.lr_scale

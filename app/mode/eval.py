@@ -37,11 +37,10 @@ def run(config: RunConfig, folder: Path, inputs: RunInputs) -> ModeResult:
 async def _evaluate(config: RunConfig, folder: Path, inputs: RunInputs, recorder: RunFolderRecorder) -> float:
     from app.mode.plan.memory import with_inflight_groups
 
-    device = device_of(config.device.kind)
-    config = with_inflight_groups(config, device, architecture_of(config.model))
+    config = with_inflight_groups(config, device_of(config.device.kind), architecture_of(config.model))
     async with (
         subject_of(config, folder, inputs.checkpoint, recorder) as (step, weights),
-        start_rollout_workers(config, device, folder, inputs, recorder, weights=weights) as workers,
+        start_rollout_workers(config, folder, inputs, recorder, weights=weights) as workers,
     ):
         await workers.start_engines()
         async with workers.supervisor.monitor(), watchdog(workers.rollouter, workers.pool, config, folder):

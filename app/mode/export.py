@@ -28,7 +28,14 @@ def export_run(config: RunConfig, folder: Path | None) -> Path:
     It replaces an earlier export. Raises `ConfigError` without a checkpoint, and `RunError`: `FolderInUse` if another
     process writes the run, `CheckpointError` for a checkpoint that is incomplete or of another model.
     """
-    checkpoint = _find_checkpoint(config, folder)
+    key, path = "hydra.run.dir", folder
+    if config.resume not in ("auto", "never"):
+        key, path = "resume", Path(config.resume).expanduser()
+    checkpoint = None if path is None else find(path)
+    if checkpoint is None:
+        accepted = "the folder of a run that has checkpoints, or resume=<path> of one of them"
+        raise ConfigError(key, path, accepted, "" if path is None else list_checkpoints(path))
+
     state = read_state(checkpoint)
     source = source_of(config, state)
     require_model(state, identity(source, lora_of(state), state.model.get("chat_template")), checkpoint)
@@ -63,18 +70,6 @@ def merge_adapter(config: RunConfig, folder: Path | None) -> Path:
         tensors = {name: adapter.read(name) for name in adapter.names}
     export(source, merged(source, tensors, lora.scale), out, dtype)
     return out
-
-
-def _find_checkpoint(config: RunConfig, folder: Path | None) -> Path:
-    key, path = "hydra.run.dir", folder
-    if config.resume not in ("auto", "never"):
-        key, path = "resume", Path(config.resume).expanduser()
-
-    checkpoint = None if path is None else find(path)
-    if checkpoint is None:
-        accepted = "the folder of a run that has checkpoints, or resume=<path> of one of them"
-        raise ConfigError(key, path, accepted, "" if path is None else list_checkpoints(path))
-    return checkpoint
 
 
 def source_of(config: RunConfig, state: RunState) -> Path:

@@ -18,7 +18,6 @@ process.
 """
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,7 +31,7 @@ from app.cluster.memory_monitor import MemoryMonitor
 from app.config import Mode, RunConfig
 from app.config.command_line import given_settings, override
 from app.config.placement import PlacementKind
-from app.device import Device, device_of
+from app.device import device_of
 from app.errors import TrainerError
 from app.mode import ModeResult
 from app.model.architecture import architecture_of
@@ -54,15 +53,14 @@ from app.tracking.recorder import RunFolderRecorder
 from app.utils.tasks import until_signal
 from app.weight_sync.probe import EngineProbe
 
-CONTROLLERS: dict[PlacementKind, type[PlacementController]] = {
+Schedule = type[PlacementController]
+CONTROLLERS: dict[PlacementKind, Schedule] = {
     PlacementKind.colocate: Colocate,
     PlacementKind.fully_async: FullyAsync,
 }
 
 
-def run(
-    config: RunConfig, folder: Path, inputs: RunInputs, schedule: type[PlacementController] | None = None
-) -> ModeResult:
+def run(config: RunConfig, folder: Path, inputs: RunInputs, schedule: Schedule | None = None) -> ModeResult:
     """Train to the last step; the metric is the last evaluation's accuracy. `schedule`: None is the placement's."""
     with RunFolderRecorder(config, folder) as recorder:
         warn = partial(recorder.warn, second_signal(config))
@@ -88,11 +86,7 @@ def second_signal(config: RunConfig) -> str:
 
 
 async def _train(
-    config: RunConfig,
-    folder: Path,
-    inputs: RunInputs,
-    recorder: RunFolderRecorder,
-    schedule: type[PlacementController] | None,
+    config: RunConfig, folder: Path, inputs: RunInputs, recorder: RunFolderRecorder, schedule: Schedule | None
 ) -> None:
     from app.mode.plan.memory import with_inflight_groups, with_memory_settings
 
@@ -104,8 +98,8 @@ async def _train(
     config = replace(config, placement=replace(config.placement, in_flight=in_flight))
     for sentence in idle_settings(config, given_settings()):
         recorder.warn(sentence)
-    async with start_rollout_workers(config, device, folder, inputs, recorder) as workers:
-        await TrainingRun(config, device, folder, recorder, workers, schedule, adapts).train_with_restarts()
+    async with start_rollout_workers(config, folder, inputs, recorder) as workers:
+        await TrainingRun(config, folder, recorder, workers, schedule, adapts).train_with_restarts()
 
 
 class TrainingRun:
@@ -114,15 +108,13 @@ class TrainingRun:
     def __init__(
         self,
         config: RunConfig,
-        device: Device,
         folder: Path,
         recorder: RunFolderRecorder,
         workers: RolloutWorkers,
-        schedule: type[PlacementController] | None = None,
+        schedule: Schedule | None = None,
         adapts: bool = False,  # the groups in flight, see `Concurrency`
     ):
         self.config = config
-        self.device = device
         self.folder = folder
         self.recorder = recorder
         self.workers = workers
@@ -138,13 +130,14 @@ class TrainingRun:
         self.started = False  # whether a trainer was ever started: if none can be, there is nothing to restart
         self._cursor_at_start: dict[str, Any] = workers.inputs.prompts.train.state()
 
-    async def train_with_restarts(self) -> float:
-        """Train to the last step; returns the last evaluation's accuracy. Raises the last failure of the trainer."""
+    async def train_with_restarts(self) -> None:
+        """Train to the last step. Raises the last failure of the trainer."""
         limit = self.config.recovery.max_restarts if self.config.checkpoint.keep else 0
         failure: TrainerError | None = None
         while True:
             try:
-                return await self._train_once(failure)
+                await self._train_once(failure)
+                return
             except TrainerError as error:
                 if self._failures >= limit or not self.started:
                     raise
@@ -154,12 +147,10 @@ class TrainingRun:
                 self.recorder.warn(f"restarting the trainer: {error}")
                 await self.workers.supervisor.abort_in_flight()
 
-    async def _train_once(self, failure: TrainerError | None) -> float:
+    async def _train_once(self, failure: TrainerError | None) -> None:
         """Start a trainer and train with it until the run ends or it fails. `failure`: of the trainer before."""
         first = self.restarts == 0
-        async with start_trainer_workers(
-            self.config, self.device, self.folder, self.workers, first=first
-        ) as trainer_workers:
+        async with start_trainer_workers(self.folder, self.workers, first=first) as trainer_workers:
             self.started = True
             resume_point = await self.find_resume_point()
             if self.config.checkpoint.keep and first:
@@ -176,18 +167,18 @@ class TrainingRun:
             due = resume_point is not None and resume_point.state.evaluation_due
             controller = self.schedule(context, version, evaluation_due=due)
             try:
-                return await self.run(controller)
+                await self.run(controller)
             except TrainerError:
                 if controller.version > self._furthest:
                     self._furthest, self._failures = controller.version, 0
                 await trainer_workers.synchronizer.abort()  # engines are in a process group with the old ranks
                 raise
 
-    async def run(self, controller: PlacementController) -> float:
+    async def run(self, controller: PlacementController) -> None:
         """Run the schedule; save the last step however that ends; export at the end."""
         async with self.workers.monitor():
             try:
-                accuracy = await controller.run()
+                await controller.run()
                 await self.checkpoints.wait()
             except asyncio.CancelledError:
                 await save_last_step(controller)
@@ -203,11 +194,8 @@ class TrainingRun:
 
         if self.config.checkpoint.export:
             self.recorder.status("exporting the model")
-            step, template = controller.version, self.workers.inputs.chat_template
-            await export_trained(
-                controller.context.trainer, self.config, self.folder, step=step, chat_template=template
-            )
-        return accuracy
+            trainer, template = controller.context.trainer, self.workers.inputs.chat_template
+            await export_trained(trainer, self.config, self.folder, step=controller.version, chat_template=template)
 
     @property
     def _identity(self) -> dict[str, Any]:
@@ -233,7 +221,7 @@ class TrainingRun:
         cursor = self.workers.inputs.prompts.train
         if point is None:
             if aside := self.checkpoints.start_over():
-                self.recorder.warn(f"the run starts over; its checkpoints were set aside: {_names(aside)}")
+                self.recorder.warn(f"the run starts over; its checkpoints were set aside: {', '.join(map(str, aside))}")
             if self.restarts or self.recorder.used:
                 cursor.restore(self._cursor_at_start)
                 self.recorder.resume(0)
@@ -250,7 +238,7 @@ class TrainingRun:
         for reason in point.damaged:
             self.recorder.warn(f"resumed from {point.path.name} instead: {reason}")
         if aside:
-            later = _names(aside)
+            later = ", ".join(map(str, aside))
             self.recorder.warn(f"the run went back to step {state.step}; later checkpoints were set aside: {later}")
         return state.version
 
@@ -266,13 +254,12 @@ class TrainingRun:
             adapters=config.serves_adapters,
             in_flight=config.placement.in_flight_or_default(),
         )
-        colocate = config.placement.kind is PlacementKind.colocate
         weight_sync = RetryingWeightSync(
             trainer_workers.synchronizer,
             trainer_workers.trainer,
             workers.supervisor,
             version=version,
-            params_on_device=time_sharing.params_onloaded if colocate else None,
+            params_on_device=time_sharing.params_onloaded if config.placement.colocated else None,
         )
         return RunContext(
             config=config,
@@ -293,7 +280,3 @@ class TrainingRun:
             demonstrator=workers.inputs.demonstrator if config.mode is Mode.sft else None,
             demonstrations=workers.inputs.demonstrations if config.data.demonstrations is not None else None,
         )
-
-
-def _names(paths: Sequence[Path]) -> str:
-    return ", ".join(map(str, paths))

@@ -43,7 +43,7 @@ class EngineSupervisor:
         self.warn = warn
         self.restarts = 0  # engines replaced so far
         self.unsynced: set[int] = set()  # indices of restarted engines without the current policy
-        self._limit = config.recovery.max_engine_failures
+        self.limit = config.recovery.max_engine_failures  # of failures in a row
         self._sync: Callable[[Engines], Awaitable[Engines]] | None = None
         self._replacing = asyncio.Lock()  # held while the monitor replaces engines
         self._restarts_allowed = asyncio.Event()
@@ -161,10 +161,10 @@ class EngineSupervisor:
             try:
                 await engine.start(self.config.rollout.start_timeout_s)
             except EngineError as failure:
-                if attempt > self._limit:
+                if attempt > self.limit:
                     raise EngineError(
                         f"{engine.name} was lost and could not be restarted in {attempt} attempts "
-                        f"(recovery.max_engine_failures={self._limit}); the last one: {failure}"
+                        f"(recovery.max_engine_failures={self.limit}); the last one: {failure}"
                     ) from failure
                 error = failure
             else:

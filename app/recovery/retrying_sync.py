@@ -33,10 +33,6 @@ class RetryingWeightSync:
     _failures: int = 0  # in a row, of syncs into restarted engines
     _parameters: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while the parameters are read or updated
 
-    @property
-    def _limit(self) -> int:
-        return self.supervisor.config.recovery.max_engine_failures
-
     @asynccontextmanager
     async def updating(self, version: int) -> AsyncIterator[None]:
         """Block syncs during the update that produces policy `version`."""
@@ -66,7 +62,7 @@ class RetryingWeightSync:
                 report = await self._attempt(engines, self._failures + 1)
         except EngineError as error:  # while its regions were released or reloaded, or the last attempt
             await self.supervisor.diagnose(engines)
-            if self._failures + 1 > self._limit:
+            if self._failures + 1 > self.supervisor.limit:
                 raise
             self.supervisor.warn(f"{summary(error)} (repeating sync {self.version}, attempt {self._failures + 2})")
             await asyncio.sleep(backoff(self._failures + 1))
@@ -96,7 +92,7 @@ class RetryingWeightSync:
         except (EngineError, SyncError) as error:
             await self.supervisor.diagnose(engines)
             await self.trainer.version()  # raises if the trainer caused the failure
-            if attempt > self._limit:
+            if attempt > self.supervisor.limit:
                 raise
             self.supervisor.warn(f"{summary(error)} (repeating sync {self.version}, attempt {attempt + 1})")
             await asyncio.sleep(backoff(attempt))

@@ -7,10 +7,9 @@ the command line, and of the algorithm those without their default.
 from collections.abc import Collection, Iterator
 from dataclasses import fields
 
-from app.config.algorithm import AlgorithmConfig, Correction
+from app.config.algorithm import AlgorithmConfig, Correction, OldPolicy
 from app.config.data import Template
 from app.config.model import TINY_PRESETS
-from app.config.placement import PlacementKind
 from app.config.run import RunConfig
 
 FULL_LR = 1e-6  # of full fine-tuning, as in our presets
@@ -26,25 +25,26 @@ ENGINES = "rollout.engine_args device.engine_args rollout.memory_fraction rollou
 def _rules(run: RunConfig) -> list[tuple[bool, str, str]]:
     """Return whether settings, or sections and mappings with all of theirs, have no effect in this run, and why."""
     algorithm = run.algorithm
+    # π_old is always the current policy
+    ratio_is_one = algorithm.old_policy is OldPolicy.trainer and algorithm.updates_per_step == 1
     correction = f"the correction is {run.correction.name}"
-    colocate = run.placement.kind is PlacementKind.colocate
-    no_teacher = "there is no teacher: give teacher.path or teacher.urls"
+    colocated = run.placement.colocated
     return [
-        (algorithm.ratio_is_one, RATIO, "with algorithm.updates_per_step=1 the ratio is 1"),
+        (ratio_is_one, RATIO, "with algorithm.updates_per_step=1 the ratio is 1"),
         (algorithm.objective not in CLIPS, CLIP, f"algorithm.objective={algorithm.objective} has no clip"),
         (run.correction is Correction.none, "algorithm.correction_high", correction),
         (run.correction not in BANDS, "algorithm.correction_low", correction),
         (not algorithm.overlong_buffer_fraction, "algorithm.overlong_penalty", "overlong_buffer_fraction is 0"),
         (run.data.demonstrations is None, "algorithm.demonstrations_per_step", "data.demonstrations is null"),
-        (not run.teacher.given, "teacher", no_teacher),
+        (not run.teacher.given, "teacher", "there is no teacher: give teacher.path or teacher.urls"),
         (run.checkpoint.keep == 0, "checkpoint.every checkpoint.keep_best", "checkpoint.keep is 0"),
         (run.eval.temperature == 0, "eval.top_p eval.top_k", "eval.temperature is 0, which is greedy"),
         (run.eval.every >= run.steps, "stop", "the run is evaluated after its last step only"),
         (run.data.template is Template.plain, "data.thinking", "data.template is plain"),
         (not run.environment.multi_turn, "environment", "environment=single_turn has no episodes"),
         (not run.model.lora.enabled, "model.lora.alpha model.lora.targets", "model.lora.rank is 0"),
-        (colocate, SEPARATE, "placement=colocate has placement.devices"),
-        (not colocate, "placement.devices", f"placement=fully_async has {SEPARATE.replace(' ', ' and ')}"),
+        (colocated, SEPARATE, "placement=colocate has placement.devices"),
+        (not colocated, "placement.devices", f"placement=fully_async has {SEPARATE.replace(' ', ' and ')}"),
         (bool(run.rollout.urls), ENGINES, "rollout.urls names servers that are running"),
     ]
 

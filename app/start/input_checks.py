@@ -13,7 +13,6 @@ from app.checkpoint.run_state import read_state, require_model
 from app.config import Mode, RunConfig
 from app.config.data import TEMPLATE_KWARGS
 from app.config.model import ModelConfig
-from app.config.placement import PlacementKind
 from app.config.rollout import OWN_HEAD
 from app.config.trainer import Optimizer
 from app.data import rows
@@ -69,8 +68,10 @@ def plan_disk(config: RunConfig, model: Architecture) -> DiskPlan:
     lora = config.model.lora
     trained = trained_parameters(model, lora)
     exported = model.parameters + (trained if lora.enabled else 0)
-    export = EXPORT_BYTES * exported if config.checkpoint.export else 0
-    return DiskPlan(CHECKPOINT_BYTES * trained, config.checkpoint.max_on_disk, export)
+    settings = config.checkpoint
+    # Without `keep` one is written for the export and deleted after it, else one is being written beside those kept.
+    checkpoints = settings.keep + int(settings.keep_best) + 1 if settings.keep else int(settings.export)
+    return DiskPlan(CHECKPOINT_BYTES * trained, checkpoints, EXPORT_BYTES * exported if settings.export else 0)
 
 
 def free_bytes(folder: Path) -> int:
@@ -158,7 +159,7 @@ def devices(run: RunInputs) -> Iterator[Finding]:
         message += f" ({device.visibility}={visible})"
     # CPU "devices" are shares of one machine, and a cluster may have the rest
     if device.shares_memory and config.cluster.address is None and run.trains:
-        name = "devices" if config.placement.kind is PlacementKind.colocate else "rollout_devices"
+        name = "devices" if config.placement.colocated else "rollout_devices"
         key, value = f"placement.{name}", getattr(config.placement, name)
         accepted = "fewer devices, or join a cluster with cluster.address"
         expect(available >= needed, key, value, f"{accepted}; {message}")

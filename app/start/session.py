@@ -21,9 +21,8 @@ from app.cluster.engine_factory import EngineFactory, threads_of
 from app.cluster.placement_group import DevicePlacement, reserve
 from app.config import Mode, RunConfig
 from app.config.offload import OptimizerOffload
-from app.config.placement import PlacementKind
 from app.config.weight_sync import TransportKind, transport_of
-from app.device import Device
+from app.device import Device, device_of
 from app.device.process_environment import EXPANDABLE, expandable_segments_off
 from app.environment.pool import EnvironmentPool
 from app.offload import make_offload
@@ -124,18 +123,13 @@ class TrainerWorkers:
 
 @asynccontextmanager
 async def start_rollout_workers(
-    config: RunConfig,
-    device: Device,
-    folder: Path,
-    inputs: RunInputs,
-    recorder: StatusRecorder,
-    *,
-    weights: Path | None = None,
+    config: RunConfig, folder: Path, inputs: RunInputs, recorder: StatusRecorder, *, weights: Path | None = None
 ) -> AsyncIterator[RolloutWorkers]:
     """Start Ray and the reward workers and create the engines, which are started together with the trainer.
 
     `weights`: the model directory that the engines load; None is that of `model=`.
     """
+    device = device_of(config.device.kind)
     async with AsyncExitStack() as stack:
         fork = None
         starts_engines = config.teacher_devices or (config.engines and not config.rollout.urls)
@@ -213,17 +207,17 @@ async def _start_environments(
 
 
 @asynccontextmanager
-async def start_trainer_workers(
-    config: RunConfig, device: Device, folder: Path, workers: RolloutWorkers, *, first: bool
-) -> AsyncIterator[TrainerWorkers]:
+async def start_trainer_workers(folder: Path, workers: RolloutWorkers, *, first: bool) -> AsyncIterator[TrainerWorkers]:
     """Start the trainer ranks and their weight sync; the first time, also the engines."""
+    config = workers.config
+    device = device_of(config.device.kind)
     async with AsyncExitStack() as stack:
         if not first:
             await workers.device_placement.locate_ranks()
         trainer = make_trainer(config, device, workers.inputs.model_path, folder, workers.device_placement)
         stack.callback(lambda: [ray.kill(rank) for rank in trainer.ranks])
 
-        if config.placement.kind is PlacementKind.colocate and device.shares_memory:
+        if config.placement.colocated and device.shares_memory:
             await _start_on_shared_devices(config, device, trainer, workers, first=first)
         else:
             starts = [workers.start_engines()] if first else []

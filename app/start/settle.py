@@ -8,17 +8,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from app.config import Mode, RunConfig, compose
 from app.errors import expect
-from app.recovery.resume import (
-    AUTO,
-    NEVER,
-    Resumption,
-    require_unused,
-    resume_evaluation,
-    resume_preview,
-    resume_training,
-    run_named,
-    state_of,
-)
+from app.recovery import resume
 
 PREVIEWS = (Mode.plan, Mode.doctor)  # of a run with the same settings
 
@@ -29,7 +19,7 @@ class Job:
 
     mode: Mode  # that of `config`, but for a preview of mode=sft
     config: RunConfig
-    resumption: Resumption
+    resumption: resume.Resumption
     given_folder: Path | None  # `hydra.run.dir`; None where it is left to its default, a new folder
     seen: tuple[int, ...]  # state of the folder, on which all of this depends
 
@@ -50,23 +40,24 @@ def settle(composed: DictConfig, folder: Path, *, sweep: bool = False) -> Job:
 
     settings = compose.prepare(composed)
     mode: Mode = settings.mode
-    anew = not sweep or settings.resume == NEVER
+    anew = not sweep or settings.resume == resume.NEVER
     expect(anew, "resume", settings.resume, "never in a sweep, whose jobs are new runs")
+    named = mode.trains and settings.resume not in (resume.AUTO, resume.NEVER)
     # Before any of its files is read: another process may replace them in the meantime.
-    seen = state_of(run_named(settings.resume) if mode.trains and settings.resume not in (AUTO, NEVER) else folder)
+    seen = resume.state_of(resume.run_named(settings.resume) if named else folder)
     if mode in PREVIEWS:
         if f"mode={Mode.sft.name}" in settings.hydra.overrides.task:  # `mode=sft … mode=plan`
             settings.mode = Mode.sft
-        resumption = resume_preview(settings, folder)
+        resumption = resume.resume_preview(settings, folder)
     elif mode.trains:
-        resumption = resume_training(settings, folder)
+        resumption = resume.resume_training(settings, folder)
     elif mode is Mode.eval:
-        resumption = resume_evaluation(settings, folder)
+        resumption = resume.resume_evaluation(settings, folder)
     else:
         if mode is Mode.parity:
-            expect(settings.resume == NEVER, "resume", settings.resume, "never with mode=parity")
-            require_unused(folder, mode)
-        resumption = Resumption(settings, folder)
+            expect(settings.resume == resume.NEVER, "resume", settings.resume, "never with mode=parity")
+            resume.require_unused(folder, mode)
+        resumption = resume.Resumption(settings, folder)
 
     config = compose.resolve(resumption.settings)
     return Job(config.mode if mode not in PREVIEWS else mode, config, resumption, given, seen)

@@ -13,16 +13,8 @@ from pathlib import Path
 from statistics import median
 from typing import TextIO
 
+from rich import progress
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    SpinnerColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 from rich.text import Text
 
 from app.config import Mode, RunConfig
@@ -60,7 +52,7 @@ class RunConsole:
         self._terminal = self._console.is_terminal and stream.isatty()
         self._started = time.monotonic()
         self._first_accuracy: float | None = None
-        self._progress: Progress | None = None
+        self._progress: progress.Progress | None = None
         self._step_seconds: deque[float] = deque(maxlen=MEDIAN_STEPS)
         self._unannounced_s = 0.0  # of steps since the last line with an estimate
         self._header()
@@ -81,8 +73,7 @@ class RunConsole:
         self._first_accuracy = first_accuracy
         self._console.print(Text(f"resumed after step {step}", "bold"))
         if self._progress is not None:
-            self._progress.update(self._task, completed=step)
-            self._progress.reset(self._task, completed=step, total=self._config.steps, start=True)
+            self._progress.reset(self._task, completed=step)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         line = step_line(step, self._config.steps, metrics).append(self._time_left(step, metrics), "dim")
@@ -120,12 +111,11 @@ class RunConsole:
 
         line = Text(f" eval {step:>{len(str(self._config.steps))}}/{self._config.steps}", "bold green")
         for name, metrics in results.items():
-            accuracy = metrics.get("accuracy")
+            accuracy = metrics["accuracy"]
             label = "accuracy" if len(results) == 1 else name
-            if accuracy is not None:
-                line.append(f"   {label} ", "dim").append(f"{accuracy:6.1%}", "bold")
+            line.append(f"   {label} ", "dim").append(f"{accuracy:6.1%}", "bold")
 
-        if len(results) == 1 and accuracy is not None:
+        if len(results) == 1:
             if self._first_accuracy is None:
                 self._first_accuracy = accuracy
             else:
@@ -158,13 +148,13 @@ class RunConsole:
         self._console.print(Text("\n".join([*lines, ""]), "dim"))
 
         if self._terminal and config.mode is not Mode.eval:
-            self._progress = Progress(
-                SpinnerColumn(),
-                BarColumn(bar_width=None, complete_style="cyan", finished_style="green"),
-                MofNCompleteColumn(),
-                TimeElapsedColumn(),
-                TimeRemainingColumn(),
-                TextColumn("{task.fields[status]}", style="dim", markup=False),
+            self._progress = progress.Progress(
+                progress.SpinnerColumn(),
+                progress.BarColumn(bar_width=None, complete_style="cyan", finished_style="green"),
+                progress.MofNCompleteColumn(),
+                progress.TimeElapsedColumn(),
+                progress.TimeRemainingColumn(),
+                progress.TextColumn("{task.fields[status]}", style="dim", markup=False),
                 console=self._console,
                 expand=True,
                 refresh_per_second=4,

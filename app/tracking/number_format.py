@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 
 MISSING = "—"
+percent = "{:.1%}".format
 UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
@@ -45,11 +46,6 @@ def duration(value: float) -> str:
     if whole < 2 * 86_400:
         return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
     return f"{whole // 86_400} d {whole % 86_400 // 3600} h"
-
-
-def percent(value: float) -> str:
-    """Format a fraction."""
-    return f"{value:.1%}"
 
 
 def measured(value: float | None, form: Callable[[float], str]) -> str:

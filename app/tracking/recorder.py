@@ -262,12 +262,16 @@ class RunFolderRecorder:
 
     def _options(self, name: str) -> dashboards.DashboardOptions:
         tracking = self.config.tracking
+        # The file has references in place of values of environment variables.
+        saved = self.folder / CONFIG / "config.yaml"
+        settings = OmegaConf.load(saved) if saved.is_file() else OmegaConf.structured(self.config)
+        config: Any = OmegaConf.to_container(settings, enum_to_str=True)
         return dashboards.DashboardOptions(
-            config=_shown(self.config, self.folder),
+            config=config,
             folder=self.folder / dashboards.FOLDER / name,
             metrics=self.folder / metrics_file.NAME,
             project=tracking.project,
-            run_name=dashboards.run_name(tracking, self.folder),
+            run_name=tracking.run_name or f"{self.folder.parent.name}/{self.folder.name}",
             offline=tracking.offline,
             resumed_at=self._resumed_at,
             warn=self.warn,
@@ -280,15 +284,4 @@ def evaluation_metrics(results: Mapping[str, Metrics]) -> dict[str, float]:
     if len(results) == 1:
         return {f"eval/{name}": value for metrics in results.values() for name, value in metrics.items()}
     named = {f"eval/{key}/{name}": value for key, metrics in results.items() for name, value in metrics.items()}
-    accuracies = [metrics["accuracy"] for metrics in results.values() if "accuracy" in metrics]
-    if accuracies:
-        named["eval/accuracy"] = sum(accuracies) / len(accuracies)
-    return named
-
-
-def _shown(config: RunConfig, folder: Path) -> dict[str, Any]:
-    """Return the settings as the run's folder has them: without values of environment variables."""
-    saved = folder / CONFIG / "config.yaml"
-    settings = OmegaConf.load(saved) if saved.is_file() else OmegaConf.structured(config)
-    plain: Any = OmegaConf.to_container(settings, enum_to_str=True)
-    return {str(key): value for key, value in plain.items()}
+    return named | {"eval/accuracy": sum(metrics["accuracy"] for metrics in results.values()) / len(results)}

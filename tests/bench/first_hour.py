@@ -44,7 +44,6 @@ from app.mode.plan.duration import step_seconds, step_tokens
 from app.mode.plan.memory import plan_memory, with_memory_settings
 from app.mode.plan.trainer_memory import plan_trainer
 from app.model.architecture import Architecture, architecture_of
-from app.rollout.engine.server_args import engine_flags
 from app.utils.units import MIB
 from tests.bench.machine import machine
 from tests.compose import composed
@@ -240,8 +239,7 @@ def timing_expectations(
     config: RunConfig, device: Device, model: Architecture, values: Mapping[str, float]
 ) -> list[Expectation]:
     """The parts of a step against the plan's: generation at full length at most, training of as many tokens."""
-    flags = engine_flags(config, device)
-    planned = step_seconds(config, device, model, plan_memory(config, device, model, flags).engine, flags)
+    planned = step_seconds(config, device, model, plan_memory(config, device, model).engine)
     if planned is None:
         return []
     train = planned.train * values["trainer/tokens"] / step_tokens(config)
@@ -381,7 +379,7 @@ def card_expectation(config: RunConfig, peak_mib: float) -> Expectation:
     device = device_of(config.device.kind)
     model = architecture_of(config.model)
     assert model is not None
-    planned = plan_memory(config, device, model, engine_flags(config, device)).peak_phase.bytes / MIB
+    planned = plan_memory(config, device, model).peak_phase.bytes / MIB
     met = peak_mib <= MEMORY_TOLERANCE * planned
     return Expectation("memory of a card, MiB", peak_mib, f"the plan's {planned:,.0f}, 10 % above at most", met)
 

@@ -22,7 +22,6 @@ import numpy as np
 from app.cluster.process_reaper import MARK, marked_processes, process_reaper
 from app.config import RunConfig
 from app.config.placement import PlacementKind
-from app.device import device_of
 from app.errors import EngineError
 from app.placement.time_sharing import TimeSharing
 from app.recovery.retrying_sync import RetryingWeightSync
@@ -82,12 +81,11 @@ class Bench:
 
 
 async def measure(config: RunConfig, folder: Path) -> dict[str, Any]:
-    device = device_of(config.device.kind)
     recorder = Recorder()
     began = time.perf_counter()
     async with (
-        start_rollout_workers(config, device, folder, preflight(config), recorder) as workers,
-        start_trainer_workers(config, device, folder, workers, first=True) as made,
+        start_rollout_workers(config, folder, preflight(config), recorder) as workers,
+        start_trainer_workers(folder, workers, first=True) as made,
     ):
         started = time.perf_counter() - began
         devices = TimeSharing(

@@ -19,7 +19,6 @@ from app.mode.plan.duration import HOST_GB_PER_S, decode_reads, step_seconds
 from app.mode.plan.memory import plan_memory, with_memory_settings
 from app.mode.plan.trainer_memory import FLOAT32
 from app.model.architecture import KNOWN, Architecture
-from app.rollout.engine.server_args import engine_flags
 from app.trainer.throughput import FORWARD_AND_BACKWARD, Cost, ModelFlops
 from tests.bench.layer_counts import EAGER, HEAD, TOKENS, WAYS, Layers, fla_launches, parts_of
 from tests.bench.machine import Options, publish
@@ -93,11 +92,10 @@ def sheet(*overrides: str, memory_gb_per_s: float | None) -> dict[str, Any]:
     device, model = device_of(config.device.kind), KNOWN[str(config.model.path)]
     device = replace(device, memory_gb_per_s=memory_gb_per_s or device.memory_gb_per_s)
     what = with_memory_settings(config, device, model).trainer.activation_checkpointing
-    flags = engine_flags(config, device)
-    engine = plan_memory(config, device, model, flags).engine
-    plan = step_seconds(config, device, model, engine, flags)
+    engine = plan_memory(config, device, model).engine
+    plan = step_seconds(config, device, model, engine)
     assert plan is not None
-    steps, read = decode_reads(config, engine, flags) or (0, 0)
+    steps, read = decode_reads(config, engine) or (0, 0)
     rates = {"compute": 1e12 * (device.peak_tflops or 0), "memory": 1e9 * (device.memory_gb_per_s or 0)}
     rates["link"] = 1e9 * LINK_GB_PER_S[device.kind]
 

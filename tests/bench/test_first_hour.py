@@ -12,7 +12,6 @@ from app.config.device import DeviceKind
 from app.device import device_of
 from app.mode.plan.memory import plan_memory
 from app.model.architecture import architecture_of
-from app.rollout.engine.server_args import engine_flags
 from app.utils.units import MIB
 from tests.bench import first_hour
 from tests.bench.first_hour import FAILED, PASSED, Check
@@ -34,7 +33,7 @@ def test_one_card_gets_settings_that_fit_it(tmp_path: Path) -> None:
     assert config.rollout.tensor_parallel == 1
     device, shapes = device_of(DeviceKind.cuda), architecture_of(config.model)
     assert shapes is not None
-    assert plan_memory(config, device, shapes, engine_flags(config, device)).peak_phase.bytes < 80 * 1024 * MIB
+    assert plan_memory(config, device, shapes).peak_phase.bytes < 80 * 1024 * MIB
 
 
 @pytest.mark.parametrize(

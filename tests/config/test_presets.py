@@ -19,7 +19,6 @@ from app.device import device_of
 from app.main import conf_path
 from app.mode.plan.memory import plan_memory
 from app.model.architecture import architecture_of
-from app.rollout.engine.server_args import engine_flags
 from app.utils.units import GIB
 from tests.compose import composed
 
@@ -141,7 +140,7 @@ def test_a_preset_leaves_a_tenth_of_each_of_its_cards(composition: list[str]) ->
     device = replace(device_of(config.device.kind), memory_query=None)  # the card of the plan, not of this machine
     model = architecture_of(config.model)
     assert model is not None
-    plan = plan_memory(config, device, model, engine_flags(config, device))
+    plan = plan_memory(config, device, model)
 
     assert plan.capacity.bytes == CARD_GIB[config.device.kind] * GIB
     assert plan.engine.cache_bytes > 0

@@ -6,7 +6,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from app.config.data import EvalSetConfig, TrainSetConfig
-from app.config.resolvers import render
+from app.config.resolvers import settings_help
 from app.config.run import RunConfig
 from app.config.setting import Bounds, Setting, check_bounds, settings
 from tests.refusals import refused
@@ -75,7 +75,7 @@ def test_null_is_within_every_bound_of_an_optional_setting() -> None:
 
 
 def test_help_shows_value_accepted_values_and_meaning_of_every_setting() -> None:
-    text = " ".join(render(OmegaConf.structured(RunConfig)).split())
+    text = " ".join(settings_help(_root_=OmegaConf.structured(RunConfig)).split())
     for each in SETTINGS:
         assert f"{each.key} = " in text
         assert f"{each.accepted} {each.help}" in text, each.key

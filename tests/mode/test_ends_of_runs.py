@@ -56,7 +56,7 @@ def training_run(world: World, context: Any) -> TrainingRun:
         monitor=context.supervisor.monitor,
         inputs=SimpleNamespace(prompts=SimpleNamespace(train=world.cursor)),
     )
-    run = TrainingRun(world.config, None, world.folder, world.recorder, workers)  # type: ignore[arg-type]
+    run = TrainingRun(world.config, world.folder, world.recorder, workers)  # type: ignore[arg-type]
     run.checkpoints = context.checkpoints
     return run
 

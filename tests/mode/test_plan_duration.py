@@ -9,7 +9,6 @@ from app.device import device_of
 from app.mode.plan.duration import StepSeconds, mean_step_seconds, recomputed_tokens, step_seconds, training_seconds
 from app.mode.plan.memory import plan_memory
 from app.model.architecture import QWEN3_4B, QWEN35_9B, Architecture
-from app.rollout.engine.server_args import engine_flags
 from tests.compose import composed
 from tests.folders import ROOT
 
@@ -32,8 +31,7 @@ FOUR_AND_FOUR = [
 def seconds(model: Architecture, *overrides: str) -> StepSeconds | None:
     config = composed(*overrides)
     device = device_of(config.device.kind)
-    flags = engine_flags(config, device)
-    return step_seconds(config, device, model, plan_memory(config, device, model, flags).engine, flags)
+    return step_seconds(config, device, model, plan_memory(config, device, model).engine)
 
 
 def test_the_seconds_are_those_of_a_hand_calculation() -> None:
@@ -64,10 +62,9 @@ def test_shorter_completions_need_less_but_for_the_longest_of_an_on_policy_step(
     def mean(*overrides: str) -> StepSeconds:
         config = composed(*FOUR_AND_FOUR, *overrides)
         device = device_of(config.device.kind)
-        flags = engine_flags(config, device)
-        engine = plan_memory(config, device, QWEN3_4B, flags).engine
-        assert recomputed_tokens(config, engine, flags) == 64 * (config.rollout.max_prompt_tokens + 1024)
-        found = mean_step_seconds(config, device, QWEN3_4B, engine, flags)
+        engine = plan_memory(config, device, QWEN3_4B).engine
+        assert recomputed_tokens(config, engine) == 64 * (config.rollout.max_prompt_tokens + 1024)
+        found = mean_step_seconds(config, device, QWEN3_4B, engine)
         assert found is not None
         return found
 

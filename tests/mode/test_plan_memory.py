@@ -10,7 +10,6 @@ from app.device import device_of
 from app.errors import ConfigError
 from app.mode.plan.memory import MemoryPlan, Phase, capacity, plan_memory, with_inflight_groups, with_memory_settings
 from app.model.architecture import QWEN3_4B, QWEN35_9B, VISION_PARAMETERS, Architecture
-from app.rollout.engine.server_args import engine_flags
 from app.utils.units import GIB
 from tests.compose import composed
 
@@ -24,7 +23,7 @@ MLP = 32 * (3 * 4096 * 12288 + 2 * 4096)
 def memory_plan(model: Architecture, *overrides: str) -> MemoryPlan:
     config = composed(*overrides)
     device = device_of(config.device.kind)
-    return plan_memory(config, device, model, engine_flags(config, device))
+    return plan_memory(config, device, model)
 
 
 def planned(model: Architecture, *overrides: str) -> dict[tuple[str, str], Phase]:
@@ -148,7 +147,7 @@ def test_torchs_loop_of_linear_attention_keeps_more_than_kernels(device: str, ke
     own = device_of(config.device.kind)
     found = []
     for each in (own, replace(own, linear_attention=None)):
-        phases = plan_memory(config, each, QWEN35_9B, engine_flags(config, each)).phases
+        phases = plan_memory(config, each, QWEN35_9B).phases
         found += [phase.items["activations"] for phase in phases if phase.name == "backward of a layer"]
     assert found[1] - found[0] == 1.5 * 9216 * 4 * 4096 * (17.5 - kernels)
 

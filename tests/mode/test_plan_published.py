@@ -16,7 +16,6 @@ from app.device import device_of
 from app.mode.plan.memory import plan_memory
 from app.mode.plan.trainer_memory import Items
 from app.model.architecture import QWEN3_06B, QWEN3_4B, Architecture
-from app.rollout.engine.server_args import engine_flags
 from app.utils.units import GIB
 from tests.compose import composed
 
@@ -47,7 +46,7 @@ def largest_phase(model: Architecture, gpus: int, rank: int, tokens: int) -> Ite
     )
     config = composed(*line.split())
     device = replace(device_of(config.device.kind), memory_query=None)
-    plan = plan_memory(config, device, model, engine_flags(config, device))
+    plan = plan_memory(config, device, model)
     steps = [phase for phase in plan.phases if phase.device == "trainer device" and phase.name != "sync"]
     items = max(steps, key=lambda phase: phase.bytes).items
     return {name: size for name, size in items.items() if name != "runtime"}

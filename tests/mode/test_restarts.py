@@ -70,7 +70,7 @@ def run(
             rollouter=context.rollouter,
             monitor=context.supervisor.monitor,
         )
-        made = TrainingRun(world.config, None, world.folder, world.recorder, workers)  # type: ignore[arg-type]
+        made = TrainingRun(world.config, world.folder, world.recorder, workers)  # type: ignore[arg-type]
         made.checkpoints = context.checkpoints
         await made.train_with_restarts()
         return made

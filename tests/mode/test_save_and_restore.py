@@ -169,7 +169,7 @@ class Resumed:
         )
         workers: Any = SimpleNamespace(inputs=inputs)
         with RunFolderRecorder(settings, self.folder) as recorder:
-            run = TrainingRun(settings, None, self.folder, recorder, workers)  # type: ignore[arg-type]
+            run = TrainingRun(settings, self.folder, recorder, workers)
             run.restarts = restarts
             return asyncio.run(self._restore(run))
 

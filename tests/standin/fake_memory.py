@@ -336,7 +336,6 @@ def planned(case: Case) -> dict[str, float]:
     from app.mode.plan.memory import plan_memory
     from app.model.architecture import QWEN3_4B as FOUR
     from app.model.architecture import QWEN35_9B as NINE
-    from app.rollout.engine.server_args import engine_flags
     from tests.compose import composed
 
     config = composed(
@@ -359,7 +358,7 @@ def planned(case: Case) -> dict[str, float]:
         full = case.layers if model.linear is None else case.layers // 4
         model = replace(model, layers=case.layers, full_layers=full)
 
-    phases = plan_memory(config, device, model, engine_flags(config, device)).phases
+    phases = plan_memory(config, device, model).phases
     return {
         phase.name: sum(size for item, size in phase.items.items() if item not in NOT_FOUND)
         for phase in phases

@@ -15,7 +15,7 @@ from app.tracking.report.data import RunData
 
 
 def a_run(name: str, config: dict[str, Any], *overrides: str, **summary: Any) -> RunData:
-    return RunData(Path(name), summary, [], [], {}, config, list(overrides), [], [])
+    return RunData(Path(name), summary, [], config, list(overrides), [], [])
 
 
 def test_means_cover_the_finished_runs_of_a_setting_and_the_best_comes_first() -> None:

@@ -20,7 +20,6 @@ from app.device.process_environment import EXPANDABLE, library_folders
 from app.mode.doctor.software import installed, uses_memory_saver
 from app.mode.plan.memory import plan_memory
 from app.model.architecture import architecture_of, unknown_shapes
-from app.rollout.engine.server_args import engine_flags
 from app.start.inputs import CheckStatus, Finding, outcome
 from app.utils.units import GIB
 
@@ -91,7 +90,7 @@ def _memory(config: RunConfig, device: Device) -> Finding:
     if model is None:
         return Finding("memory", unknown_shapes(config.model), CheckStatus.warn, "see mode=plan")
 
-    plan = plan_memory(config, device, model, engine_flags(config, device))
+    plan = plan_memory(config, device, model)
     peak = plan.peak_phase
     total = plan.capacity.bytes
     message = f"{peak.device}, {peak.name}: {peak.bytes / GIB:.1f} of {total / GIB:.1f} GiB ({plan.capacity.source})"

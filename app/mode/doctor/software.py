@@ -9,12 +9,11 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from app.config import RunConfig
-from app.config.placement import PlacementKind
+from app.config.command_line import DISTRIBUTION
 from app.device import Device
 from app.start.inputs import CheckStatus, Finding, outcome
 
 PYTHON = SpecifierSet(">=3.11,<3.13")
-DISTRIBUTION = "hydra-posttrain"
 INSTALL = "install this package: pip install --no-deps --editable ."
 PLATFORMS = "sglang.srt.platforms"  # entry points that this package registers with SGLang
 MEMORY_SAVER = "torch_memory_saver"
@@ -48,7 +47,7 @@ def software(config: RunConfig, device: Device) -> Iterator[Finding]:
 
 def uses_memory_saver(config: RunConfig, device: Device) -> bool:
     """Whether engines release device memory while the trainer trains."""
-    return config.placement.kind is PlacementKind.colocate and config.offload.engine and device.shares_memory
+    return config.placement.colocated and config.offload.engine and device.shares_memory
 
 
 def supported_versions() -> dict[str, SpecifierSet]:

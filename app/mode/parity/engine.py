@@ -25,9 +25,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from app.config import RunConfig
-from app.config.placement import PlacementKind
 from app.config.weight_sync import Verify
-from app.device import device_of
 from app.errors import SyncError
 from app.model.load import reload
 from app.model.lora.layer import randomize, seeded
@@ -83,42 +81,34 @@ def sample(config: RunConfig, folder: Path, inputs: RunInputs) -> list[Sampled]:
 
 
 async def _sample(config: RunConfig, folder: Path, inputs: RunInputs) -> list[Sampled]:
-    device = device_of(config.device.kind)
-    recorder = StderrRecorder()
     seeds: Sequence[int | None] = ADAPTER_SEEDS if config.model.lora.enabled else SEEDS
 
     async with (
-        start_rollout_workers(config, device, folder, inputs, recorder) as workers,
-        start_trainer_workers(config, device, folder, workers, first=True) as training,
+        start_rollout_workers(config, folder, inputs, StderrRecorder()) as workers,
+        start_trainer_workers(folder, workers, first=True) as training,
     ):
         await training.trainer.attach(EXTENSION, Versions)
         sampled: list[Sampled] = []
         for version, seed in enumerate(seeds):
-            sampled.append(await _sample_version(config, workers, training, recorder, version, seed))
+            sampled.append(await _sample_version(workers, training, version, seed))
             if sampled[-1].error:
                 break
         return sampled
 
 
-async def _sample_version(
-    config: RunConfig,
-    workers: RolloutWorkers,
-    training: TrainerWorkers,
-    recorder: StderrRecorder,
-    version: int,
-    seed: int | None,
-) -> Sampled:
+async def _sample_version(workers: RolloutWorkers, training: TrainerWorkers, version: int, seed: int | None) -> Sampled:
+    config = workers.config
     prompt = np.random.default_rng(0).integers(4, 60, PROMPT_TOKENS).astype(np.int32)
     request = GroupRequest(f"parity/{version}@0", prompt, GROUP_SIZE, Sampling(1.0, 1.0, MAX_TOKENS), version)
     adapters = config.model.lora.enabled
     devices = TimeSharing(config.offload, training.trainer, workers.pool, workers.supervisor, adapters=adapters)
-    colocated = config.placement.kind is PlacementKind.colocate
+    colocated = config.placement.colocated
 
     if colocated and version:
         await devices.give_to_trainer()
     if version or seed is not None:
         await training.trainer.call(EXTENSION, Versions.set, seed=seed)
-    recorder.status("syncing weights")
+    workers.recorder.status("syncing weights")
     try:
         if colocated:
             await devices.give_to_engines(lambda: training.synchronizer.sync(version))
@@ -127,7 +117,7 @@ async def _sample_version(
     except SyncError as error:
         return Sampled(prompt, (), seed, str(error))
 
-    recorder.status("sampling")
+    workers.recorder.status("sampling")
     groups = await asyncio.gather(*(engine.generate(request) for engine in workers.pool.engines))
     return Sampled(prompt, [completion for group in groups for completion in group], seed)
 

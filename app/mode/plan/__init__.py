@@ -9,7 +9,6 @@ from pathlib import Path
 
 from app.config import RunConfig
 from app.config.command_line import given_settings
-from app.config.placement import PlacementKind
 from app.data import rows
 from app.data.counts import describe_rows
 from app.device import device_of
@@ -61,7 +60,7 @@ def describe(config: RunConfig, given: Collection[str] = ()) -> str:
         sections += [
             text.memory(config, device, model, flags),
             text.sync(config, device, model),
-            text.time(config, device, model, flags),
+            text.time(config, device, model),
             splits_of(config, device, model),
             text.disk(config, model),
             remedies_of(config, device, model),
@@ -74,7 +73,7 @@ def _devices(config: RunConfig) -> list[str]:
     placement = config.placement
     width = config.rollout.tensor_parallel
     kind = config.device.kind.name
-    first_engine_device = 0 if placement.kind is PlacementKind.colocate else placement.trainer_ranks
+    first_engine_device = 0 if placement.colocated else placement.trainer_ranks
     total = config.device_count
     first_teacher_device = total - config.teacher_devices
 
@@ -153,16 +152,16 @@ def _episodes(config: RunConfig) -> list[str]:
 
 def _schedule(config: RunConfig, model: Architecture | None) -> list[str]:
     placement = config.placement
-    colocate = placement.kind is PlacementKind.colocate
+    colocated = placement.colocated
     turns = "Schedule: generate, train and sync take turns"
-    if colocate and placement.max_staleness == 0:
+    if colocated and placement.max_staleness == 0:
         return [f"{turns}; every trajectory is on-policy"]
 
     buffer = (placement.max_staleness + 1) * config.algorithm.prompts_per_step
     mode = placement.in_flight_or_default(keeps_cache=model is not None and model.linear is None)
     in_flight = "each request keeps its adapter" if config.model.lora.enabled else mode.name
     return [
-        f"{turns}; rollouts are partial" if colocate else "Schedule: generation and training run at the same time",
+        f"{turns}; rollouts are partial" if colocated else "Schedule: generation and training run at the same time",
         f"  staleness at most {placement.max_staleness} sync(s); in flight at a sync: {in_flight}",
         f"  groups are trained {'as they arrive' if config.stream else 'once the step is complete'}",
         f"  buffer of {buffer} groups; correction: {config.correction.name}",

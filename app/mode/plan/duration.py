@@ -5,11 +5,9 @@ every request in flight. Training is bound by arithmetic. The first estimate tak
 upper bound of what these rates give. The second takes a stated share of it.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from app.config import RunConfig
-from app.config.placement import PlacementKind
 from app.config.trainer import Checkpointing
 from app.device import Device
 from app.mode.plan.memory import MEAN_SHARE, EngineMemoryPlan, with_memory_settings
@@ -67,16 +65,13 @@ def training_seconds(config: RunConfig, device: Device, model: Architecture) -> 
         widths = LOOP_FORWARD * forwards + LOOP_BACKWARD + LOOP_BACKWARD_CHUNK * chunks
         moved = (model.layers - model.full_layers) * widths * FLOAT32 * model.linear.value_channels
         seconds += moved / (device.memory_gb_per_s * 1e9 * STREAMING_SHARE)
-    return seconds * tokens + _moving_seconds(config, device, model)
 
-
-def _moving_seconds(config: RunConfig, device: Device, model: Architecture) -> float:
-    """Estimate the copies of Adam's moments between host and device, both ways in each update of a step."""
-    if not moments_on_host(config, device):
-        return 0.0
-    ranks = config.placement.trainer_ranks // config.trainer.replicas
-    moments = 2 * FLOAT32 * trained_parameters(model, config.model.lora) / ranks
-    return config.algorithm.updates_per_step * 2 * moments / (HOST_GB_PER_S * 1e9)
+    moving = 0.0
+    if moments_on_host(config, device):  # Adam's moments are copied both ways in each update of a step
+        ranks = config.placement.trainer_ranks // config.trainer.replicas
+        moments = 2 * FLOAT32 * trained_parameters(model, config.model.lora) / ranks
+        moving = config.algorithm.updates_per_step * 2 * moments / (HOST_GB_PER_S * 1e9)
+    return seconds * tokens + moving
 
 
 def step_tokens(config: RunConfig) -> int:
@@ -92,28 +87,27 @@ def sync_seconds(config: RunConfig, device: Device, model: Architecture) -> floa
 
 
 def step_seconds(
-    config: RunConfig, device: Device, model: Architecture, engine: EngineMemoryPlan, flags: Mapping[str, object]
+    config: RunConfig, device: Device, model: Architecture, engine: EngineMemoryPlan
 ) -> StepSeconds | None:
     """Estimate a step; None for a device whose rates are not known, or for engines that the run does not start."""
     train = training_seconds(config, device, model)
-    if train is None or device.memory_gb_per_s is None or (reads := decode_reads(config, engine, flags)) is None:
+    if train is None or device.memory_gb_per_s is None or (reads := decode_reads(config, engine)) is None:
         return None
 
     steps, read = reads
     generate = steps * read / (device.memory_gb_per_s * 1e9 * BANDWIDTH_SHARE)
-    overlap = config.placement.kind is PlacementKind.fully_async
-    return StepSeconds(generate, train, sync_seconds(config, device, model), overlap)
+    return StepSeconds(generate, train, sync_seconds(config, device, model), overlap=not config.placement.colocated)
 
 
 def mean_step_seconds(
-    config: RunConfig, device: Device, model: Architecture, engine: EngineMemoryPlan, flags: Mapping[str, object]
+    config: RunConfig, device: Device, model: Architecture, engine: EngineMemoryPlan
 ) -> StepSeconds | None:
     """Estimate a step whose completions have `MEAN_SHARE` of the full length on average, and the longest all of it."""
     limit = config.rollout.max_completion_tokens
     mean = round(MEAN_SHARE * limit)
     decided = with_memory_settings(config, device, model)  # by the full length
     shorter = replace(decided, rollout=replace(config.rollout, max_completion_tokens=mean))
-    seconds = step_seconds(shorter, device, model, engine, flags)
+    seconds = step_seconds(shorter, device, model, engine)
     if seconds is None or device.memory_gb_per_s is None or config.placement.max_staleness > 0:
         return seconds
     # On-policy, the last completions of a step decode nearly alone.
@@ -121,26 +115,23 @@ def mean_step_seconds(
     return replace(seconds, generate=seconds.generate + tail)
 
 
-def recomputed_tokens(config: RunConfig, engine: EngineMemoryPlan, flags: Mapping[str, object]) -> int:
+def recomputed_tokens(config: RunConfig, engine: EngineMemoryPlan) -> int:
     """Tokens whose cache an engine computes again after a sync that retracts, with its requests halfway through."""
     halfway = config.rollout.max_tokens - config.rollout.max_completion_tokens // 2
-    return _at_once(config, engine, flags) * halfway
+    return _at_once(config, engine) * halfway
 
 
-def _at_once(config: RunConfig, engine: EngineMemoryPlan, flags: Mapping[str, object]) -> int:
+def _at_once(config: RunConfig, engine: EngineMemoryPlan) -> int:
     """Completions of full length that an engine decodes at once."""
-    fitting = engine.fitting(config.rollout.max_tokens)
-    return min(config.requests_per_engine, int(str(flags["max-running-requests"])), fitting)
+    return min(config.requests_per_engine, engine.requests, engine.fitting(config.rollout.max_tokens))
 
 
-def decode_reads(
-    config: RunConfig, engine: EngineMemoryPlan, flags: Mapping[str, object]
-) -> tuple[float, float] | None:
+def decode_reads(config: RunConfig, engine: EngineMemoryPlan) -> tuple[float, float] | None:
     """Return an engine's decode steps in a step, and the bytes of weights and caches that a rank reads in each.
 
     None: the run does not start its engines, or no completion fits.
     """
-    if config.rollout.urls or engine.cache_bytes <= 0 or (at_once := _at_once(config, engine, flags)) == 0:
+    if config.rollout.urls or engine.cache_bytes <= 0 or (at_once := _at_once(config, engine)) == 0:
         return None
 
     completion = config.rollout.max_completion_tokens

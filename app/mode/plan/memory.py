@@ -43,6 +43,7 @@ class EngineMemoryPlan:
     kv_tokens: int  # capacity of the KV cache
     state_slots: int | None  # states that fit; None: the model has no such state
     states_per_request: int
+    requests: int  # that it runs at once, at most
     activations: float  # bytes
     kept: Items  # weights that no sync would bring back, so that they are not released
     resident: Items  # what no release frees
@@ -61,7 +62,6 @@ class EngineMemoryPlan:
 
     @property
     def caches(self) -> Items:
-        """KV cache and request states."""
         items: Items = {"KV cache": self.kv_tokens * self.token_bytes}
         if self.state_slots is not None:
             items["recurrent states"] = self.state_slots * self.state_bytes + self.verified_states
@@ -80,17 +80,11 @@ class EngineMemoryPlan:
 
 
 def plan_engine(
-    config: RunConfig,
-    device: Device,
-    model: Architecture,
-    flags: Mapping[str, object],
-    capacity: float,
-    *,
-    logit_rows: int | None = None,
+    config: RunConfig, device: Device, model: Architecture, flags: Mapping[str, object], *, logit_rows: int = 0
 ) -> EngineMemoryPlan:
-    """Plan an engine rank that starts with these SGLang flags on a device of `capacity` bytes.
+    """Plan an engine rank that starts with these SGLang flags.
 
-    `logit_rows` is the number of tokens whose logits it computes at once; None: one of each request.
+    `logit_rows` is the number of tokens whose logits it computes at once; 0: one of each request.
     """
     item = config.device.dtype.bytes
     width = int(str(flags["tp-size"]))
@@ -102,7 +96,8 @@ def plan_engine(
         adapters = slots * adapter_parameters(model, config.model.lora) * item / width
         kept = {"engine weights": weights, "engine adapters": adapters}
 
-    cache_bytes = float(str(flags["mem-fraction-static"])) * capacity - max(weights, sum(kept.values()))
+    share = float(str(flags["mem-fraction-static"])) * capacity(config, device).bytes
+    cache_bytes = share - max(weights, sum(kept.values()))
     token_bytes = model.kv_bytes_per_token(item, width)
     drafting: Items = {}
     verified = int(str(flags.get(VERIFIED) or 0))
@@ -141,6 +136,7 @@ def plan_engine(
         kv_tokens=kv_tokens,
         state_slots=state_slots,
         states_per_request=states_per_request,
+        requests=requests,
         activations=activations,
         kept=kept,
         resident={"engine runtime": device.engine_runtime_gib * GIB},
@@ -167,7 +163,6 @@ class Phase:
 
     @property
     def bytes(self) -> float:
-        """Sum of the items."""
         return sum(self.items.values())
 
 
@@ -188,7 +183,6 @@ class MemoryPlan:
 
     @property
     def peak_phase(self) -> Phase:
-        """The phase that uses the most memory."""
         return max(self.phases, key=lambda phase: phase.bytes)
 
 
@@ -217,7 +211,7 @@ def with_memory_settings(config: RunConfig, device: Device, model: Architecture 
         return choices[len(recomputations) - 1]
     for choice in choices:
         with suppress(ValueError):  # of a flag that is null: nobody knows what the engine takes
-            plan = plan_memory(choice, device, model, engine_flags(config, device))
+            plan = plan_memory(choice, device, model)
             training = [phase.bytes for phase in plan.phases if phase.name in plan.training]
             if max(training) <= FILLED * plan.capacity.bytes:
                 return choice
@@ -235,19 +229,18 @@ def with_inflight_groups(config: RunConfig, device: Device, model: Architecture 
         return config
 
     with suppress(ValueError):  # of a flag that is null
-        engine = plan_engine(config, device, model, engine_flags(config, device), capacity(config, device).bytes)
+        engine = plan_engine(config, device, model, engine_flags(config, device))
         requests = config.engines * engine.kv_tokens / (IN_FLIGHT_SHARE * config.rollout.max_tokens)
         groups = max(int(requests / config.algorithm.group_size), config.algorithm.prompts_per_step)
         config = replace(config, rollout=replace(config.rollout, max_inflight_groups=groups))
     return config
 
 
-def plan_memory(config: RunConfig, device: Device, model: Architecture, flags: Mapping[str, object]) -> MemoryPlan:
-    """Plan the memory of a run whose engines start with these SGLang flags."""
+def plan_memory(config: RunConfig, device: Device, model: Architecture) -> MemoryPlan:
+    """Plan the memory of a run."""
     config = with_memory_settings(config, device, model)
-    limit = capacity(config, device)
     trainer = plan_trainer(config, device, model)
-    engine = plan_engine(config, device, model, flags, limit.bytes)
+    engine = plan_engine(config, device, model, engine_flags(config, device))
 
     if config.shared_devices:
         phases = _shared_phases(config, device, trainer, engine)
@@ -259,19 +252,19 @@ def plan_memory(config: RunConfig, device: Device, model: Architecture, flags: M
             syncing = {**engine.syncing(trainer.bucket), **engine.caches}  # the caches stay during a sync
             phases += [Phase("engine device", "generate", engine.generating), Phase("engine device", "sync", syncing)]
 
-    teacher = plan_teacher(config, device, limit.bytes)
+    teacher = plan_teacher(config, device)
     if teacher is not None:
         phases.append(Phase("teacher device", "score", teacher.generating))
-    return MemoryPlan(limit, engine, phases, tuple(trainer.peaks), teacher)
+    return MemoryPlan(capacity(config, device), engine, phases, tuple(trainer.peaks), teacher)
 
 
-def plan_teacher(config: RunConfig, device: Device, capacity: float) -> EngineMemoryPlan | None:
+def plan_teacher(config: RunConfig, device: Device) -> EngineMemoryPlan | None:
     """Plan a rank of the teacher that the run starts; None without one, or if its shapes are unknown."""
     model = config.teacher.model(config.model)
     known = None if model is None or not config.teacher_devices else architecture_of(model)
     if known is None:
         return None
-    return plan_engine(config, device, known, teacher_flags(config, device), capacity, logit_rows=SCORED_AT_ONCE)
+    return plan_engine(config, device, known, teacher_flags(config, device), logit_rows=SCORED_AT_ONCE)
 
 
 def capacity(config: RunConfig, device: Device) -> Capacity:

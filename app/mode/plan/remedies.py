@@ -7,14 +7,13 @@ from operator import attrgetter
 
 from app.config import RunConfig
 from app.config.model import LORA_RATE
-from app.config.placement import PlacementKind
 from app.config.trainer import Checkpointing
 from app.device import Device
 from app.errors import ConfigError, yaml_text
 from app.mode.plan.duration import step_seconds
 from app.mode.plan.memory import MemoryPlan, plan_memory
 from app.model.architecture import QWEN3_06B, QWEN3_17B, Architecture
-from app.rollout.engine.server_args import engine_flags, memory_fraction
+from app.rollout.engine.server_args import memory_fraction
 from app.utils.units import GIB
 
 SMALLER = {"Qwen/Qwen3-1.7B": QWEN3_17B, "Qwen/Qwen3-0.6B": QWEN3_06B}
@@ -30,7 +29,7 @@ Change = Mapping[str, object]  # setting → value
 
 def remedies_of(config: RunConfig, device: Device, model: Architecture) -> list[str]:
     """Return a section of the plan with what to try, if the run does not fit; else nothing."""
-    plan = _plan(config, device, model)
+    plan = plan_memory(config, device, model)
     if _fits(config, plan):
         return []
 
@@ -42,7 +41,7 @@ def remedies_of(config: RunConfig, device: Device, model: Architecture) -> list[
         except ConfigError:
             continue
 
-        replanned = _plan(changed, device, changed_model)
+        replanned = plan_memory(changed, device, changed_model)
         if _better(plan, replanned):
             settings = " ".join(f"{key}={yaml_text(value)}" for key, value in change.items())
             verdict = "fits" if _fits(changed, replanned) else "does not fit alone"
@@ -53,7 +52,7 @@ def remedies_of(config: RunConfig, device: Device, model: Architecture) -> list[
 def splits_of(config: RunConfig, device: Device, model: Architecture) -> list[str]:
     """Return a section of the plan with the step times of other splits of the run's devices, the best one marked."""
     placement = config.placement
-    if placement.kind is not PlacementKind.fully_async or config.rollout.urls:
+    if placement.colocated or config.rollout.urls:
         return []
 
     total, now = placement.trainer_devices + placement.rollout_devices, placement.trainer_devices
@@ -65,8 +64,8 @@ def splits_of(config: RunConfig, device: Device, model: Architecture) -> list[st
         )
         with suppress(ConfigError):
             changed.validate()
-            plan = _plan(changed, device, model)
-            seconds = step_seconds(changed, device, model, plan.engine, engine_flags(changed, device))
+            plan = plan_memory(changed, device, model)
+            seconds = step_seconds(changed, device, model, plan.engine)
             if seconds is not None:
                 fits = _fits(changed, plan)
                 found |= {trainers: seconds.total} if fits else {}
@@ -85,7 +84,7 @@ def splits_of(config: RunConfig, device: Device, model: Architecture) -> list[st
 def _changes(config: RunConfig, device: Device, model: Architecture) -> Iterator[tuple[Change, Architecture]]:
     """Yield changes and the model that they train, from the cheapest to those that need other hardware or models."""
     rollout = config.rollout
-    colocated = config.placement.kind is PlacementKind.colocate
+    colocated = config.placement.colocated
 
     changes: list[Change] = []
     if config.trainer.activation_checkpointing not in (Checkpointing.all, Checkpointing.auto):
@@ -123,11 +122,10 @@ def _more_devices(config: RunConfig, device: Device, model: Architecture) -> Cha
 
     The shards of the trainer get smaller; wider engines are only for weights that leave no room for caches.
     """
-    keys = ["placement.trainer_devices"]
-    if config.placement.kind is PlacementKind.colocate:
-        keys = ["placement.devices"]
-    wider = _plan(config, device, model).engine.cache_bytes <= 0
-    if wider and config.placement.kind is not PlacementKind.colocate:
+    colocated = config.placement.colocated
+    keys = ["placement.devices" if colocated else "placement.trainer_devices"]
+    wider = plan_memory(config, device, model).engine.cache_bytes <= 0
+    if wider and not colocated:
         keys.append("placement.rollout_devices")
     if wider:
         keys.append("rollout.tensor_parallel")
@@ -135,7 +133,7 @@ def _more_devices(config: RunConfig, device: Device, model: Architecture) -> Cha
     for factor in FACTORS:
         change = {key: factor * attrgetter(key)(config) for key in keys}
         changed = _changed(config, change)
-        if _fits(changed, _plan(changed, device, model)):
+        if _fits(changed, plan_memory(changed, device, model)):
             break
     return change
 
@@ -154,10 +152,6 @@ def _changed(config: RunConfig, change: Change) -> RunConfig:
         if section:  # a preset's shapes are those of the model beside it
             setattr(attrgetter(section)(changed), name, value)
     return changed
-
-
-def _plan(config: RunConfig, device: Device, model: Architecture) -> MemoryPlan:
-    return plan_memory(config, device, model, engine_flags(config, device))
 
 
 def _fits(config: RunConfig, plan: MemoryPlan) -> bool:

@@ -20,16 +20,7 @@ from app.mode.plan.duration import (
     sync_seconds,
     training_seconds,
 )
-from app.mode.plan.memory import (
-    MEAN_SHARE,
-    EngineMemoryPlan,
-    MemoryPlan,
-    Phase,
-    capacity,
-    plan_engine,
-    plan_memory,
-    with_memory_settings,
-)
+from app.mode.plan.memory import MEAN_SHARE, EngineMemoryPlan, Phase, plan_engine, plan_memory, with_memory_settings
 from app.mode.plan.trainer_memory import BACKWARD
 from app.model.architecture import Architecture, adapter_parameters
 from app.rollout.engine.server_args import VERIFIED, model_flags, render_flags, teacher_flags
@@ -47,7 +38,7 @@ RADIX_GAIN = 1.5  # times the completions, from which on repeated prefills of a 
 
 def memory(config: RunConfig, device: Device, model: Architecture, flags: Mapping[str, object]) -> list[str]:
     """One line per phase, then the peak phase and the capacity of the caches."""
-    plan = plan_memory(config, device, model, flags)
+    plan = plan_memory(config, device, model)
     total = plan.capacity.bytes
     decided = with_memory_settings(config, device, model)
     recomputed, moments = decided.trainer.activation_checkpointing.name, decided.offload.optimizer.name
@@ -66,18 +57,18 @@ def memory(config: RunConfig, device: Device, model: Architecture, flags: Mappin
     lines.append(f"  peak: {peak.device}, {peak.name}: {_gib(peak.bytes)} of {_gib(total)}, {fit}")
     lines += [*_caches(config, model, plan.engine, flags), *_radix_cache(config, device, model, flags)]
     if config.teacher_devices:
-        lines.append(_teacher_cache(config, plan))
+        lines.append(_teacher_cache(config, plan.teacher))
     return lines
 
 
-def _teacher_cache(config: RunConfig, plan: MemoryPlan) -> str:
+def _teacher_cache(config: RunConfig, teacher: EngineMemoryPlan | None) -> str:
     """Return what fits into the KV cache of the teacher that the run starts."""
-    if plan.teacher is None:
+    if teacher is None:
         return f"  teacher: no estimate, the shapes of teacher.path={config.teacher.path} are not on this machine"
-    if plan.teacher.cache_bytes <= 0:
-        return f"  teacher: NO ROOM: weights take {_gib(plan.teacher.weights)} of a device; raise teacher.devices"
+    if teacher.cache_bytes <= 0:
+        return f"  teacher: NO ROOM: weights take {_gib(teacher.weights)} of a device; raise teacher.devices"
     longest = config.rollout.max_tokens
-    tokens, at_once = plan.teacher.kv_tokens, plan.teacher.fitting(longest)
+    tokens, at_once = teacher.kv_tokens, teacher.fitting(longest)
     return f"  teacher: KV cache of {tokens:,} tokens; {at_once:,} sequences of {longest:,} tokens at once"
 
 
@@ -121,10 +112,10 @@ def _caches(config: RunConfig, model: Architecture, engine: EngineMemoryPlan, fl
     return lines
 
 
-def time(config: RunConfig, device: Device, model: Architecture, flags: Mapping[str, object]) -> list[str]:
+def time(config: RunConfig, device: Device, model: Architecture) -> list[str]:
     """Expected seconds of a step, and the duration of the run."""
-    engine = plan_engine(config, device, model, flags, capacity(config, device).bytes)
-    seconds = step_seconds(config, device, model, engine, flags)
+    engine = plan_memory(config, device, model).engine
+    seconds = step_seconds(config, device, model, engine)
     if seconds is None:
         return [f"Time: no estimate on {device.kind.name}; a run logs what remains of it"]
 
@@ -137,14 +128,14 @@ def time(config: RunConfig, device: Device, model: Architecture, flags: Mapping[
         f"  a step: about {seconds.total:.0f} s ({bound}); {config.steps} steps: about "
         f"{duration(config.steps * seconds.total)}, without start, evaluations and checkpoints",
     ]
-    if (mean := mean_step_seconds(config, device, model, engine, flags)) is not None:
+    if (mean := mean_step_seconds(config, device, model, engine)) is not None:
         lines.append(
             f"  with completions of {MEAN_SHARE:.0%} of the limit on average: generate about {mean.generate:.0f} s, "
             f"train about {mean.train:.0f} s, a step about {mean.total:.0f} s"
         )
     mode = config.placement.in_flight_or_default(keeps_cache=model.linear is None)
     if mode is InFlight.retract and not config.model.lora.enabled:
-        tokens = recomputed_tokens(config, engine, flags)
+        tokens = recomputed_tokens(config, engine)
         again = FORWARD_FLOPS * model.parameters * tokens / config.rollout.tensor_parallel
         lines.append(
             f"  after a sync an engine prefills up to {tokens:,} tokens of what is in flight again: about "
@@ -155,7 +146,7 @@ def time(config: RunConfig, device: Device, model: Architecture, flags: Mapping[
 
     looped = replace(device, linear_attention=None)
     train = training_seconds(config, looped, model)
-    largest = max(phase.bytes for phase in plan_memory(config, looped, model, flags).phases if phase.name == BACKWARD)
+    largest = max(phase.bytes for phase in plan_memory(config, looped, model).phases if phase.name == BACKWARD)
     return [
         *lines,
         f"  linear attention trains in the kernels of {device.linear_attention}; in torch's loop, where they are not "
@@ -168,13 +159,9 @@ def _radix_cache(config: RunConfig, device: Device, model: Architecture, flags: 
     if config.rollout.urls or model.linear is None:
         return []
 
-    limit = capacity(config, device).bytes
     half = config.rollout.max_tokens // 2
-    running = int(str(flags["max-running-requests"]))
-    cached, alone = (
-        min(running, plan_engine(config, device, model, {**flags, RADIX_OFF: off}, limit).fitting(half))
-        for off in (False, True)
-    )
+    plans = (plan_engine(config, device, model, {**flags, RADIX_OFF: off}) for off in (False, True))
+    cached, alone = (min(plan.requests, plan.fitting(half)) for plan in plans)
     line = f"  radix cache: {cached:,} completions of {half:,} tokens at a time with it, {alone:,} without"
     if flags.get(RADIX_OFF):
         return [f"{line}; it is off: each completion and turn prefills its whole prompt"]

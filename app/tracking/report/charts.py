@@ -64,7 +64,8 @@ NOT_SHOWN = r"time/step|sync/total_seconds|eval/(.+/)?prompts"  # sums of shown 
 
 def charts(runs: Sequence[RunData]) -> list[Chart]:
     """Return charts that show every measured metric: those of `CHARTS` and `FAMILIES`, and one for each of the rest."""
-    measured = sorted({name for run in runs for name in run.series if run.values(name)})
+    rows = [row for run in runs for row in run.rows]
+    measured = sorted({name for row in rows for name, value in row.items() if value is not None} - {"step"})
     found = [chart for chart in CHARTS if not chart[2].keys().isdisjoint(measured)]
     for section, title, pattern in FAMILIES:
         matches = (re.fullmatch(pattern, name) for name in measured)

@@ -32,8 +32,6 @@ class RunData:
     folder: Path
     summary: Mapping[str, Any]
     rows: list[dict[str, Any]]  # `metrics.jsonl`: one for each step
-    steps: list[int]  # [P] the steps of the curves
-    series: Mapping[str, list[float | None]]  # metric → [P] values
     config: Mapping[str, Any]  # dotted key → value
     overrides: list[str]  # of the command line
     warnings: list[Mapping[str, Any]]  # time, step, text
@@ -71,8 +69,6 @@ class RunData:
 
 def read_run(folder: Path) -> RunData:
     """Read a run folder."""
-    rows = list(metrics_file.read(folder / metrics_file.NAME))
-    steps, series = curves(rows)
     config, overrides = read_config(folder)
     warnings: dict[str, Mapping[str, Any]] = {}  # by text: a resumed run repeats those of its start
     for warning in metrics_file.read(folder / WARNINGS):
@@ -81,9 +77,7 @@ def read_run(folder: Path) -> RunData:
     return RunData(
         folder=folder,
         summary=summary.read(folder),
-        rows=rows,
-        steps=steps,
-        series=series,
+        rows=list(metrics_file.read(folder / metrics_file.NAME)),
         config=config,
         overrides=overrides,
         warnings=list(warnings.values()),
@@ -107,12 +101,15 @@ def find_runs(folder: Path) -> list[Path]:
             found.append(path)
         if metrics_file.NAME in files or known:
             folders.clear()
-        folders[:] = sorted(each for each in folders if not is_aside(Path(each)))
+        folders[:] = sorted(each for each in folders if not is_aside(each))
     return sorted(found)
 
 
-def curves(rows: list[dict[str, Any]]) -> tuple[list[int], dict[str, list[float | None]]]:
-    """Return the steps and each metric's values, averaged over buckets of steps so that at most `POINTS` remain."""
+def curves(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return `steps` and `series`, the values of each metric with six digits, for the page.
+
+    They are averaged over buckets of steps, so that at most `POINTS` remain.
+    """
     size = max(1, -(-len(rows) // POINTS))
     buckets = [rows[start : start + size] for start in range(0, len(rows), size)]
 
@@ -121,8 +118,8 @@ def curves(rows: list[dict[str, Any]]) -> tuple[list[int], dict[str, list[float 
     series: dict[str, list[float | None]] = {}
     for name in names:
         measured = [[row[name] for row in bucket if row.get(name) is not None] for bucket in buckets]
-        series[name] = [sum(values) / len(values) if values else None for values in measured]
-    return steps, series
+        series[name] = [float(f"{sum(values) / len(values):.6g}") if values else None for values in measured]
+    return {"steps": steps, "series": series}
 
 
 def _samples(folder: Path, kind: str) -> list[Mapping[str, Any]]:

@@ -19,7 +19,7 @@ from app.tracking.number_format import MISSING, count, duration, evaluation_rows
 from app.tracking.report.charts import charts
 from app.tracking.report.checks import Tone, health_checks, rule_checks, rules_check
 from app.tracking.report.comparison import SEED_TITLE, Comparison, compare, run_table, seed_table
-from app.tracking.report.data import RunData, read_run
+from app.tracking.report.data import RunData, curves, read_run
 from app.tracking.run_folder.summary import Status
 from app.utils.files import replace_file
 
@@ -70,16 +70,7 @@ def _embedded(runs: Sequence[RunData], names: Sequence[str]) -> str:
     content = {
         "charts": [asdict(chart) for chart in charts([run for run in runs if not run.is_evaluation])],
         "runs": [
-            {
-                "name": name,
-                "steps": run.steps,
-                "series": {
-                    key: [None if value is None else float(f"{value:.6g}") for value in values]
-                    for key, values in run.series.items()
-                },
-                "samples": run.samples,
-            }
-            for run, name in zip(runs, names, strict=True)
+            {"name": name, **curves(run.rows), "samples": run.samples} for run, name in zip(runs, names, strict=True)
         ],
     }
     return json.dumps(content, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
@@ -96,14 +87,13 @@ def _header(runs: Sequence[RunData]) -> str:
     for kind in ("training", "evaluation"):
         if f"data/{kind}_rows" in run.summary:
             totals.append(plural(run.summary[f"data/{kind}_rows"], f"{kind} row"))
-    tokens = run.summary.get("total/completion_tokens")
-    if tokens:
+    if tokens := run.summary.get("total/completion_tokens"):
         totals.append(f"{count(tokens)} completion tokens")
+    if stopped := run.summary.get("stop/reason"):
+        totals.append(f"stopped early: {stopped}")
 
     title = f"<h1>{escape(run.label)} <span class='status {escape(status)}'>{escape(status)}</span></h1>"
     error = f"<p class='error'>{escape(str(run.summary['error']))}</p>" if run.summary.get("error") else ""
-    if stopped := run.summary.get("stop/reason"):
-        totals.append(f"stopped early: {stopped}")
     return f"{title}<p class='sub'>{escape(' · '.join(totals))}<br><code>{escape(str(run.folder))}</code></p>{error}"
 
 

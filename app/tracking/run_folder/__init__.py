@@ -47,9 +47,9 @@ def flatten(node: Any, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def is_aside(path: Path) -> bool:
-    """Whether a path is, or is below, a folder of records that were set aside."""
-    return any(part.startswith(ASIDE) and part.removeprefix(ASIDE).isdecimal() for part in path.parts)
+def is_aside(name: str) -> bool:
+    """Whether a folder of this name has records that were set aside."""
+    return name.startswith(ASIDE) and name.removeprefix(ASIDE).isdecimal()
 
 
 def set_all_aside(folder: Path) -> Path:
@@ -72,5 +72,5 @@ def set_later_aside(folder: Path, step: int) -> Path | None:
 
 
 def _next_aside(folder: Path) -> Path:
-    used = [int(path.name.removeprefix(ASIDE)) for path in folder.glob(f"{ASIDE}*") if is_aside(Path(path.name))]
+    used = [int(path.name.removeprefix(ASIDE)) for path in folder.glob(f"{ASIDE}*") if is_aside(path.name)]
     return folder / f"{ASIDE}{max(used, default=0) + 1}"

@@ -39,9 +39,6 @@ def write_samples(
 
 def choose(groups: Sequence[Group], count: int) -> list[Trajectory]:
     """Return the first trajectory of evenly spaced groups, then the second of each, and so on."""
-    if not groups or count <= 0:
-        return []
-
     prompts = min(count, len(groups))
     chosen = [groups[index * len(groups) // prompts].trajectories for index in range(prompts)]
     rounds = zip_longest(*chosen)
