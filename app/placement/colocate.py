@@ -75,28 +75,23 @@ class Colocate(PlacementController):
 
         Groups that are not kept are replaced by others, for at most `max_refill_rounds` rounds.
         """
-        algorithm = self.config.algorithm
+        algorithm, context = self.config.algorithm, self.context
         groups: list[Group] = []
         counts = RolloutCounts()
         for _ in range(1 + algorithm.max_refill_rounds):
-            sampled = await self._sample(algorithm.prompts_per_step - len(groups))
+            sampled = await context.rollouter.groups(
+                context.cursor.take(algorithm.prompts_per_step - len(groups)),
+                size=algorithm.group_size,
+                sampling=sampling_of(self.config.rollout),
+                version=self.version,
+                limit=context.concurrency.groups,
+            )
             groups += [group for group in sampled if counts.keep(group, algorithm)]
             if len(groups) == algorithm.prompts_per_step:
                 break
 
-        counts.failed = self.context.rollouter.pop_lost()
+        counts.failed = context.rollouter.pop_lost()
         return groups, counts
-
-    async def _sample(self, count: int) -> list[Group]:
-        """Sample the groups of the next `count` prompts, in the order of the prompts."""
-        context = self.context
-        return await context.rollouter.groups(
-            context.cursor.take(count),
-            size=self.config.algorithm.group_size,
-            sampling=sampling_of(context.config.rollout),
-            version=self.version,
-            limit=context.concurrency.groups,
-        )
 
     async def _train(self, step: int, scored: list[ScoredGroup], counts: RolloutCounts) -> None:
         trainer = self.context.trainer

@@ -172,7 +172,14 @@ class Producer:
             self.context.cursor.requeue([prompt.id])
             self._count_abort(prompt, error.tokens)
         else:
-            self._on_sampled(prompt, group)
+            self._aborts.pop(prompt.id, None)
+            if self.counts.keep(group, self.context.config.algorithm):
+                del self.running[prompt.id]
+                self.staleness.accept()
+                self.buffer.put(group)
+            else:
+                self._release(prompt)
+                self.buffer.wake()  # the consumer may have to stop waiting for refills
         finally:
             self._changed.set()
 
@@ -195,17 +202,6 @@ class Producer:
             f"(placement.max_staleness + 1) and begin again each time. Raise placement.max_staleness to at least "
             f"{bound}, or try a smaller {smaller} or rollout.max_inflight_groups.{drain}"
         )
-
-    def _on_sampled(self, prompt: Prompt, group: Group) -> None:
-        self._aborts.pop(prompt.id, None)
-        if not self.counts.keep(group, self.context.config.algorithm):
-            self._release(prompt)
-            self.buffer.wake()  # the consumer may have to stop waiting for refills
-            return
-
-        del self.running[prompt.id]
-        self.staleness.accept()
-        self.buffer.put(group)
 
     def _release(self, prompt: Prompt) -> None:
         del self.running[prompt.id]
