@@ -68,9 +68,13 @@ class FullyAsync(PlacementController):
 
         self.context.probe.start(self.version, self.context.pool.alive)
         async with self.phase("train"):
-            scored = await self._train(step)
-        if self.finished:  # by the evaluation of the version before
-            return
+            scored = await (self._fill_beside_evaluation(step) if self.evaluation_due else self._fill(step))
+            if self.finished:  # by the evaluation of the version before
+                await self.context.trainer.abort_step()
+                return
+
+            async with self.phase("finish", track="trainer", record_memory=False):
+                await self.finish_step(step, scored, self.producer.drain_counts())
 
         async with self.phase("sync"):
             self.producer.pause_dispatch()
@@ -79,16 +83,6 @@ class FullyAsync(PlacementController):
 
         self.producer.on_weights_synced(step, [each.group for each in scored])
         await self.commit(sync)
-
-    async def _train(self, step: int) -> list[ScoredGroup]:
-        scored = await (self._fill_beside_evaluation(step) if self.evaluation_due else self._fill(step))
-        if self.finished:
-            await self.context.trainer.abort_step()
-            return []
-
-        async with self.phase("finish", track="trainer", record_memory=False):
-            await self.finish_step(step, scored, self.producer.drain_counts())
-        return scored
 
     async def _fill_beside_evaluation(self, step: int) -> list[ScoredGroup]:
         """Evaluate the current version while the next step is filled; then save what is due of that version."""
