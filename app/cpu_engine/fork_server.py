@@ -46,7 +46,8 @@ def main() -> None:
     import_sglang()
     gc.freeze()  # a collection in a child would copy every page
     gc.enable()
-    sys.stdout.write(f"imported SGLang in {time.monotonic() - began:.1f} s, {threads()} thread(s)\n")
+    threads = len(os.listdir("/proc/self/task"))
+    sys.stdout.write(f"imported SGLang in {time.monotonic() - began:.1f} s, {threads} thread(s)\n")
     sys.stdout.flush()
     serve(listener)
 
@@ -58,11 +59,6 @@ def import_sglang() -> None:
     import sglang.srt.entrypoints.http_server
     import sglang.srt.managers.detokenizer_manager
     import sglang.srt.managers.scheduler  # noqa: F401
-
-
-def threads() -> int:
-    """Return the number of threads of this process."""
-    return len(os.listdir("/proc/self/task"))
 
 
 def serve(listener: socket.socket) -> None:
