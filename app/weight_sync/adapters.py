@@ -21,7 +21,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final
 
 from app.config.weight_sync import WeightSyncConfig
 from app.errors import SyncError
@@ -41,9 +41,6 @@ if TYPE_CHECKING:
 ADAPTER_EXTENSION: Final = "adapter_sync"  # the name under which an `AdapterSender` is attached to every trainer rank
 
 
-AdapterPush: TypeAlias = tuple[dict[str, Any], int]  # the body of `RolloutEngine.load_adapter`, bytes of the adapter
-
-
 class AdapterSender:
     """Gathers the adapters of a trainer rank.
 
@@ -61,11 +58,14 @@ class AdapterSender:
         self.receivers = Receivers.rank_0 if trainer_rank.device.has_gather else Receivers.rank_0_by_all_gather
         self._folder: Path | None = None
 
-    def gather(self, copies: int) -> AdapterPush | None:
-        """Gather the adapters in the engines' dtype. A collective; None on ranks other than 0.
+    def gather(self, copies: int) -> tuple[dict[str, Any], int] | None:
+        """Gather the adapters in the engines' dtype. A collective.
 
         Args:
             copies: Ranks of an engine, which get the bytes in a request. 0: engines see this machine's shared memory.
+
+        Returns:
+            The body of `RolloutEngine.load_adapter`, and the bytes of the adapter; None on ranks other than 0.
 
         Raises:
             SyncError: The shared memory is full.

@@ -10,7 +10,7 @@ from packaging.version import InvalidVersion, Version
 
 from app.errors import EngineError, EngineLost
 from app.model.hf_directory import load_tokenizer
-from app.rollout.engine.client import Client, ConnectionLost, NoAnswer
+from app.rollout.engine.client import CALL_TIMEOUT_S, Client, ConnectionLost, NoAnswer
 from app.rollout.engine.server import Server, ServerSpec
 from app.types import EngineStart
 from app.utils.net import url_of
@@ -147,10 +147,9 @@ class ServerConnection:
         if self._failure is not None and not self._failure.done():
             self._failure.set_result(error)
 
-    async def post(self, route: str, body: Mapping[str, Any], seconds: float | None = None) -> dict[str, Any]:
-        """Post a request and return the reply. `seconds` is its deadline, if not the client's own."""
-        deadline = {} if seconds is None else {"seconds": seconds}
-        return await self.race(self.client().post(route, body, **deadline))
+    async def post(self, route: str, body: Mapping[str, Any], seconds: float = CALL_TIMEOUT_S) -> dict[str, Any]:
+        """Post a request and return the reply. `seconds` is its deadline."""
+        return await self.race(self.client().post(route, body, seconds=seconds))
 
     async def control(self, route: str, body: Mapping[str, Any]) -> None:
         """Make a call that the scheduler handles between two batches.
