@@ -12,7 +12,6 @@ machine read it from a file in shared memory; others get its bytes in the reques
 """
 
 import base64
-import io
 import json
 import pickle
 import shutil
@@ -130,9 +129,8 @@ def _write(tensors: "dict[str, Tensor]", config: dict[str, Any], size: int) -> P
 
 def serialize(tensors: "dict[str, Tensor]") -> str:
     """Return the tensors as SGLang's `/load_lora_adapter_from_tensors` takes them: base64 of a pickle of tensors."""
-    pickled = io.BytesIO()
-    pickle.dump({name: tensor.clone() for name, tensor in tensors.items()}, pickled, protocol=pickle.HIGHEST_PROTOCOL)
-    return base64.b64encode(pickled.getvalue()).decode()
+    clones = {name: tensor.clone() for name, tensor in tensors.items()}
+    return base64.b64encode(pickle.dumps(clones, protocol=pickle.HIGHEST_PROTOCOL)).decode()
 
 
 @dataclass(eq=False)
