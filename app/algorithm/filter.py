@@ -17,10 +17,6 @@ class RolloutCounts:
     unplayable: list[str] = field(default_factory=list)  # ids of prompts whose environments left too few members
     discarded_tokens: int = 0  # completion tokens of dropped, aborted and unplayable groups
 
-    @property
-    def rejected(self) -> int:
-        return len(self.filtered) + len(self.unplayable)
-
     def keep(self, group: Group, algorithm: AlgorithmConfig) -> bool:
         """Whether to train on a group; counts it otherwise.
 

@@ -64,7 +64,10 @@ class Colocate(PlacementController):
 
     async def _take(self, producer: Producer, step: int) -> tuple[list[Group], RolloutCounts]:
         """Return the first `prompts_per_step` groups that are done, in the order of their dispatch."""
-        groups = await producer.collect()
+        groups: list[Group] = []
+        while len(groups) < producer.wanted and not producer.refill_exhausted():
+            groups += await producer.take(producer.wanted - len(groups))
+
         producer.pause_dispatch()
         await self.context.probe.sampled()  # a paused engine would not answer
         await producer.abort_stale(step)

@@ -95,19 +95,13 @@ class Producer:
             self._changed.set()
         return fresh
 
-    async def collect(self) -> list[Group]:
-        """Take the groups of a step, in the order of their arrival."""
-        groups: list[Group] = []
-        while len(groups) < self.wanted and not self.refill_exhausted():
-            groups += await self.take(self.wanted - len(groups))
-        return groups
-
     def dispatch_number(self, group: Group) -> int:
         return self._dispatch_number[group.prompt.id]
 
     def refill_exhausted(self) -> bool:
         """Whether the step used up its refill rounds, so that it trains on what it has."""
-        return not len(self.buffer) and self.counts.rejected >= self.max_rejected
+        rejected = len(self.counts.filtered) + len(self.counts.unplayable)
+        return not len(self.buffer) and rejected >= self.max_rejected
 
     def pause_dispatch(self) -> None:
         self.staleness.dispatch_open = False
