@@ -17,17 +17,7 @@ import numpy as np
 from app.environment.wire import Answer, End, SampleRequest
 from app.rollout.episodes.episode_group import EpisodeGroup
 from app.rollout.episodes.sampled_sequence import SampledSequence
-from app.types import (
-    Completion,
-    Ending,
-    Episode,
-    FinishReason,
-    GroupRequest,
-    TokenSequence,
-    Trajectory,
-    Turn,
-    VersionSpan,
-)
+from app.types import Completion, Ending, Episode, GroupRequest, TokenSequence, Trajectory, Turn
 from app.worker.remote import Job
 from app.worker.wire import Failed
 
@@ -195,12 +185,7 @@ class EpisodeAttempt:
     def _trajectory(self, end: End, seconds: float) -> Trajectory:
         spec = self.group.spec
         sequences = tuple(sequence.join() for sequence in self.sequences if sequence.is_sampled)
-        nothing = Completion(
-            np.zeros(0, dtype=np.int32),
-            np.zeros(0, dtype=np.float32),
-            FinishReason.length,
-            (VersionSpan(spec.version(), 0, 0),),
-        )
+        nothing = Completion.nothing(spec.version())
         if not sequences:  # the policy was never called, or there was no room for a token
             context = self.sequences[0].context if self.sequences else spec.prompt.token_ids
             mask = np.zeros(len(context), dtype=bool)
