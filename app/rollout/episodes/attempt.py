@@ -47,12 +47,10 @@ class EpisodeAttempt:
         self.session = session
         self.limits = limits
         self.sequences: list[SampledSequence] = []
-        self.last: Completion | None = None
+        self.completions: list[Completion] = []  # of all requests, in the order of their ends
         self.full = False  # the last completion took all room that was left
         self.requests_sent = 0
         self.prompt_tokens = 0  # over all requests
-        self.cached_tokens = 0
-        self.verify_passes = 0
         self.engine_seconds = 0.0
         self._reserved = 0  # tokens that requests in flight may still sample
         self._released = asyncio.Event()  # a request in flight has ended
@@ -131,7 +129,6 @@ class EpisodeAttempt:
         finally:
             self._idle_since = self.group.requests.timeline.now()
 
-        self.last = completion
         self.full = completion.truncated and self._room(sequence) <= 0
         logprobs = completion.logprobs.tolist() if request.logprobs else None
         finish = completion.finish_reason.value
@@ -177,8 +174,7 @@ class EpisodeAttempt:
         (completion,) = await self.group.requests.send(request, spec.version, self.group.sticky_engine.engine)
         self.engine_seconds += time.perf_counter() - sent
         self.prompt_tokens += len(request.token_ids)
-        self.cached_tokens += completion.cached_tokens
-        self.verify_passes += completion.verify_passes
+        self.completions.append(completion)
         self.group.sampled_tokens += len(completion.token_ids)
         return completion
 
@@ -203,8 +199,9 @@ class EpisodeAttempt:
                 "wall_seconds": seconds,
                 "engine_seconds": self.engine_seconds,
                 "prompt_tokens": float(self.prompt_tokens),
-                "cached_tokens": float(self.cached_tokens),
-                "verify_passes": float(self.verify_passes),
+                "cached_tokens": float(sum(each.cached_tokens for each in self.completions)),
+                "verify_passes": float(sum(each.verify_passes for each in self.completions)),
             },
         )
-        return Trajectory(spec.prompt, self.last or nothing, end.text, episode=episode)
+        last = self.completions[-1] if self.completions else nothing
+        return Trajectory(spec.prompt, last, end.text, episode=episode)
