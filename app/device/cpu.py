@@ -76,5 +76,4 @@ DEVICE = Device(
     trainer_runtime_gib=0.7,
     engine_runtime_gib=1.8,  # three processes
     push_seconds_per_gb=2.0,
-    steps_in_place=True,
 )

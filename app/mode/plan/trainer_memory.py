@@ -57,8 +57,6 @@ def plan_trainer(config: RunConfig, device: Device, model: Architecture) -> Trai
     if config.trainer.optimizer is Optimizer.adamw:
         kept = updating if moments_on_host(config, device) else offloadable
         kept["Adam"] = 2 * FLOAT32 * trained
-        if not device.steps_in_place:
-            updating["temporaries"] = FLOAT32 * trained
     # the reference of adapters is their base
     if config.algorithm.needs_reference and not lora.enabled:
         gathered = model.root_parameters if model.tied else model.vocabulary * model.hidden
