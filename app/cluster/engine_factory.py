@@ -82,11 +82,10 @@ class EngineFactory:
         )
 
     def _server(self, name: str, model: Path, width: int) -> ServerSpec:
-        """Return a server of this machine's own address, a free port and a random key, without flags."""
+        """Return a server with a free port and a random key, without flags."""
         return ServerSpec(
             name=name,
             model_path=str(model),
-            host="127.0.0.1",
             port=0,
             key=secrets.token_urlsafe(24),
             flags={},

@@ -38,14 +38,5 @@ def bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def url_of(host: str, port: int) -> str:
-    """Return the HTTP URL of a server.
-
-    >>> url_of("fd00::7", 30000)
-    'http://[fd00::7]:30000'
-    """
-    return f"http://{bracketed(host)}:{port}"
-
-
 def _family(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -11,9 +11,8 @@ from packaging.version import InvalidVersion, Version
 from app.errors import EngineError, EngineLost
 from app.model.hf_directory import load_tokenizer
 from app.rollout.engine.client import CALL_TIMEOUT_S, Client, ConnectionLost, NoAnswer
-from app.rollout.engine.server import Server, ServerSpec
+from app.rollout.engine.server import HOST, Server, ServerSpec
 from app.types import EngineStart
-from app.utils.net import url_of
 from app.utils.process import process_group_members
 
 HEALTH_POLL_S = 0.05
@@ -116,7 +115,7 @@ class ServerConnection:
             trusted = bool(server.flags.get("trust-remote-code"))
             model = Path(server.model_path)
             self.tokenizer = await asyncio.to_thread(load_tokenizer, model, trust_remote_code=trusted)
-            self._client = Client(self._spec.name, url_of(server.host, server.port), server.key)
+            self._client = Client(self._spec.name, f"http://{HOST}:{server.port}", server.key)
         else:
             assert self._spec.url is not None
             self._client = Client(self._spec.name, self._spec.url, self._spec.key)
