@@ -409,7 +409,6 @@ class PassMemory:
         self._trimmed_s = time.monotonic()
 
     def free(self) -> None:
-        """Free what is due, before a pass."""
         self._passes += 1
         if self._passes % COLLECT_PASSES == 0:
             gc.collect(0)

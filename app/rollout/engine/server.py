@@ -163,7 +163,6 @@ class Server:
         return "\n".join(f"  | {line}" for line in wrong or last)
 
     async def stop(self) -> None:
-        """Kill the process group."""
         # SIGKILL at once: a server has nothing to save, and its own shutdown takes seconds.
         if self._process is not None:
             self._kill_process_group()
