@@ -47,11 +47,6 @@ class LinearAttention:
     def value_channels(self) -> int:
         return self.value_heads * self.value_dim
 
-    @property
-    def small_parameters(self) -> int:
-        """Parameters of one layer outside its projections: the convolution, the decays and the norm."""
-        return self.channels * self.convolution + 2 * self.value_heads + self.value_dim
-
     def state_bytes(self, conv_bytes: int) -> int:
         """State of one layer and request: the float32 recurrent state and the last inputs of the convolution."""
         recurrent = 4 * self.value_heads * self.key_dim * self.value_dim
@@ -111,10 +106,12 @@ class Architecture:
     @property
     def linear_layer_parameters(self) -> int:
         """Parameters of a layer with linear attention; 0 without such layers."""
-        if self.linear is None:
+        linear = self.linear
+        if linear is None:
             return 0
-        decays = 2 * self.linear.value_heads * self.hidden
-        return _elements(self.linear_attention) + decays + self.linear.small_parameters + self._mlp_and_norms
+        projections = _elements(self.linear_attention) + 2 * linear.value_heads * self.hidden  # those of the decays too
+        others = linear.channels * linear.convolution + 2 * linear.value_heads + linear.value_dim  # decays and norm too
+        return projections + others + self._mlp_and_norms
 
     @property
     def layer_parameters(self) -> int:
