@@ -82,7 +82,10 @@ class AdapterSender:
         if not copies:
             self._folder = _write(tensors, config, size)
             return {"lora_path": str(self._folder)}, size
-        return {"config_dict": config, "serialized_named_tensors": [serialize(tensors)] * copies}, size
+        # As SGLang's `/load_lora_adapter_from_tensors` takes them: base64 of a pickle of tensors.
+        clones = {name: tensor.clone() for name, tensor in tensors.items()}
+        payload = base64.b64encode(pickle.dumps(clones, protocol=pickle.HIGHEST_PROTOCOL)).decode()
+        return {"config_dict": config, "serialized_named_tensors": [payload] * copies}, size
 
     def release(self) -> None:
         """Remove the last push from shared memory. Idempotent. Engines that read it keep what they need."""
@@ -125,12 +128,6 @@ def _write(tensors: "dict[str, Tensor]", config: dict[str, Any], size: int) -> P
         shutil.rmtree(folder, ignore_errors=True)
         raise
     return folder
-
-
-def serialize(tensors: "dict[str, Tensor]") -> str:
-    """Return the tensors as SGLang's `/load_lora_adapter_from_tensors` takes them: base64 of a pickle of tensors."""
-    clones = {name: tensor.clone() for name, tensor in tensors.items()}
-    return base64.b64encode(pickle.dumps(clones, protocol=pickle.HIGHEST_PROTOCOL)).decode()
 
 
 @dataclass(eq=False)
