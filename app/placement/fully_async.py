@@ -32,14 +32,13 @@ Invariants:
     - One version samples every completion of an evaluation: no newer one exists before the evaluation ends.
 """
 
-import asyncio
 from collections.abc import Mapping
 
 from app.placement.context import RunContext
 from app.placement.controller import PlacementController
 from app.placement.producer import Producer
 from app.types import ScoredGroup
-from app.utils.tasks import root_cause
+from app.utils.tasks import task_group
 
 
 class FullyAsync(PlacementController):
@@ -86,15 +85,12 @@ class FullyAsync(PlacementController):
 
     async def _fill_beside_evaluation(self, step: int) -> list[ScoredGroup]:
         """Evaluate the current version while the next step is filled; then save what is due of that version."""
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                evaluation = tasks.create_task(self._evaluate_on_own_track(), name="evaluation")
-                scored = await self._fill(step)
-                busy = self.context.pool.busy_seconds()
-                async with self.phase("evaluation_wait", track="trainer", record_memory=False):
-                    await evaluation
-        except BaseExceptionGroup as failures:
-            raise root_cause(failures) from None
+        async with task_group() as tasks:
+            evaluation = tasks.create_task(self._evaluate_on_own_track(), name="evaluation")
+            scored = await self._fill(step)
+            busy = self.context.pool.busy_seconds()
+            async with self.phase("evaluation_wait", track="trainer", record_memory=False):
+                await evaluation
 
         async with self.phase("save", record_memory=False):
             await self.after_step()

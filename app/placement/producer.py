@@ -23,7 +23,7 @@ from app.placement.context import RunContext
 from app.placement.staleness import StalenessManager
 from app.rollout.requests import Aborted, sampling_of
 from app.types import Group, Prompt
-from app.utils.tasks import root_cause
+from app.utils.tasks import task_group
 
 WARN_ABORTS = 3  # of one prompt
 
@@ -68,13 +68,10 @@ class Producer:
 
     async def run_beside(self, consumer: Coroutine[Any, Any, None]) -> None:
         """Dispatch until the consumer returns. The first failure ends both."""
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                producer = tasks.create_task(self.run(), name="producer")
-                await tasks.create_task(consumer, name="consumer")
-                producer.cancel()
-        except BaseExceptionGroup as failures:
-            raise root_cause(failures) from None
+        async with task_group() as tasks:
+            producer = tasks.create_task(self.run(), name="producer")
+            await tasks.create_task(consumer, name="consumer")
+            producer.cancel()
 
     # --- for the consumer
 
