@@ -20,7 +20,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from app.config.weight_sync import WeightSyncConfig
 from app.errors import SyncError
@@ -32,12 +32,10 @@ from app.utils.phase_timer import PhaseTimer
 from app.utils.process import SHARED_MEMORY, run_prefix
 from app.weight_sync.buckets import Receivers
 from app.weight_sync.synchronizer import CLOSE_TIMEOUT_S, sync_seconds
-from app.weight_sync.transport.base import TRAINER_RANKS, Deadline, best_effort
+from app.weight_sync.transport.base import SENDER_EXTENSION, TRAINER_RANKS, Deadline, best_effort
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-ADAPTER_EXTENSION: Final = "adapter_sync"  # the name under which an `AdapterSender` is attached to every trainer rank
 
 
 class AdapterSender:
@@ -141,7 +139,7 @@ class AdapterSynchronizer:
     one_machine: bool  # the engines see the shared memory of trainer rank 0; else they get the bytes over HTTP
 
     async def prepare(self) -> None:
-        await self.trainer.attach(ADAPTER_EXTENSION, AdapterSender)
+        await self.trainer.attach(SENDER_EXTENSION, AdapterSender)
 
     def set_engines(self, engines: Mapping[int, RolloutEngine]) -> None:
         self.engines = dict(engines)
@@ -154,7 +152,7 @@ class AdapterSynchronizer:
         try:
             with timer.phase("gather"):
                 copies = 0 if self.one_machine else self.tensor_parallel
-                gathering = self.trainer.call(ADAPTER_EXTENSION, AdapterSender.gather, copies=copies)
+                gathering = self.trainer.call(SENDER_EXTENSION, AdapterSender.gather, copies=copies)
                 gathered = await deadline.gather("gathering the adapter", {TRAINER_RANKS: gathering})
                 body, size = gathered[TRAINER_RANKS][0]
             with timer.phase("load"):
@@ -174,5 +172,5 @@ class AdapterSynchronizer:
 
     async def close(self) -> None:
         """Remove what the last sync has left in shared memory."""
-        releasing = self.trainer.call(ADAPTER_EXTENSION, AdapterSender.release)
+        releasing = self.trainer.call(SENDER_EXTENSION, AdapterSender.release)
         await best_effort({TRAINER_RANKS: releasing}, CLOSE_TIMEOUT_S)
