@@ -28,12 +28,7 @@ class RolloutCounts:
             self.discarded_tokens += group.completion_tokens
             return False
 
-        if algorithm.dynamic_sampling and not has_reward_variance(group):
+        if algorithm.dynamic_sampling and group.rewards.min() == group.rewards.max():
             self.filtered.append(group)
             return False
         return True
-
-
-def has_reward_variance(group: Group) -> bool:
-    """Whether the raw rewards differ."""
-    return bool(group.rewards.min() != group.rewards.max())

@@ -114,11 +114,6 @@ class Architecture:
         return projections + others + self._mlp_and_norms
 
     @property
-    def layer_parameters(self) -> int:
-        """Parameters of the largest layer."""
-        return max(self.full_layer_parameters, self.linear_layer_parameters)
-
-    @property
     def root_parameters(self) -> int:
         """Parameters outside the layers: embedding, head and final norm, which FSDP2 gathers together."""
         return self.vocabulary * self.hidden * (1 if self.tied else 2) + self.hidden

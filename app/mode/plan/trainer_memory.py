@@ -94,7 +94,7 @@ def _forward_backward(config: RunConfig, device: Device, model: Architecture) ->
     # one rank that computes in float32 gathers nothing
     gathers = config.placement.trainer_ranks > config.trainer.replicas or item != FLOAT32
     root = model.root_parameters * item * gathers if model.tied else 0.0
-    layer = model.layer_parameters * gathers
+    layer = max(model.full_layer_parameters, model.linear_layer_parameters) * gathers
     head = model.vocabulary * model.hidden
 
     # a trajectory above the token budget has its own microbatch
