@@ -165,11 +165,6 @@ def trained_parameters(model: Architecture, lora: LoraConfig) -> int:
     return adapter_parameters(model, lora) if lora.enabled else model.parameters
 
 
-def layer_names(model: Architecture) -> set[str]:
-    """Return the names of the linear layers that can have adapters."""
-    return {*model.full_attention, *model.linear_attention, *model.mlp}
-
-
 @dataclass(frozen=True, slots=True)
 class Draft:
     """Parameters of a draft of the next tokens, on an engine rank of `width`."""
