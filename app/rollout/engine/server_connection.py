@@ -30,8 +30,8 @@ class HostSpec:
     name: str  # "engine 0"
     start_timeout_s: float
     stall_timeout_s: float
-    releases_memory: bool  # False: release and reload do nothing (there is no device memory on CPU)
     log: Path  # of the host; the server has its own
+    releases_memory: bool = False  # False: release and reload do nothing (there is no device memory on CPU)
     serves_adapters: bool = False  # True: every request names an adapter, and the weights of the model stay
     server: ServerSpec | None = None
     url: str | None = None
