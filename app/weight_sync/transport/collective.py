@@ -158,8 +158,7 @@ class CollectiveTransport:
 
     async def abort(self, trainer: RemoteTrainer) -> None:
         """Disconnect the source first: with Gloo its abort unblocks engines that wait inside a broadcast."""
-        name = self._name
-        self._name = None
+        name, self._name = self._name, None
         if name is None:
             return
         leaving = trainer.interrupt(SENDER_EXTENSION, BroadcastSender.leave, name)

@@ -97,8 +97,7 @@ class SyncProcessGroup:
             log.warning("process group %s: the collective library did not abort within %g s", self.name, LEAVE_S)
 
     def _leave(self) -> None:
-        process_group = self._process_group
-        self._process_group = None
+        process_group, self._process_group = self._process_group, None
         if process_group is None:
             return
 
