@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Coroutine, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -123,7 +124,13 @@ class ServerConnection:
         await self.race(self._wait_healthy(self._client))
         info: Mapping[str, Any] = await self.race(self._client.get(SCHEDULER_ROUTE))
         if self._server is None:
-            self._require_supported(str(info.get("version", "")))
+            version = str(info.get("version", ""))
+            with suppress(InvalidVersion):  # one that cannot be read is accepted
+                if Version(version) < Version(OLDEST_SGLANG):
+                    raise EngineError(
+                        f"{self._spec.name} at {self._spec.url} runs SGLang {version}: servers of rollout.urls must "
+                        f"run SGLang {OLDEST_SGLANG} or newer"
+                    )
         return info
 
     async def stop(self) -> None:
@@ -207,15 +214,3 @@ class ServerConnection:
 
     def _log_tail(self) -> str:
         return f"; log: {self._server.spec.log}; its last lines:\n{self._server.tail()}" if self._server else ""
-
-    def _require_supported(self, version: str) -> None:
-        """Raise `EngineError` if the running server is too old. A version that cannot be read is accepted."""
-        try:
-            too_old = Version(version) < Version(OLDEST_SGLANG)
-        except InvalidVersion:
-            return
-        if too_old:
-            raise EngineError(
-                f"{self._spec.name} at {self._spec.url} runs SGLang {version}: servers of rollout.urls must run SGLang "
-                f"{OLDEST_SGLANG} or newer"
-            )
