@@ -146,9 +146,7 @@ class Server:
     def refused_address(self) -> str | None:
         """Return the server's address if it could not listen there."""
         # SGLang does not end then, but waits for its own warm-up forever: only its log has the error.
-        if BIND_ERROR not in self._own_log():
-            return None
-        return f"{HOST}:{self.spec.port}"
+        return f"{HOST}:{self.spec.port}" if BIND_ERROR in self._own_log() else None
 
     def _own_log(self) -> str:
         try:
