@@ -16,7 +16,7 @@ from app.placement.context import RunContext
 from app.placement.controller import PlacementController
 from app.placement.producer import Producer
 from app.rollout.requests import sampling_of
-from app.types import Group, ScoredGroup
+from app.types import Group
 
 
 class Colocate(PlacementController):
@@ -52,8 +52,14 @@ class Colocate(PlacementController):
         self.require_groups(len(groups), counts)
 
         async with self.phase("train"):
+            trainer = self.context.trainer
             await self.context.time_sharing.give_to_trainer()
-            await self._train(step, [self.score(group) for group in groups], counts)
+            scored = [self.score(group) for group in groups]
+            await trainer.begin_step(version=step)
+            if scored and self.config.algorithm.needs_old_logprobs:
+                await trainer.old_logprobs(scored)
+            await trainer.add_groups(scored)
+            await self.finish_step(step, scored, counts)
 
         async with self.phase("sync"):
             sync = await self.context.time_sharing.give_to_engines(lambda: self.sync(step))
@@ -95,14 +101,6 @@ class Colocate(PlacementController):
 
         counts.failed = context.rollouter.pop_lost()
         return groups, counts
-
-    async def _train(self, step: int, scored: list[ScoredGroup], counts: RolloutCounts) -> None:
-        trainer = self.context.trainer
-        await trainer.begin_step(version=step)
-        if scored and self.config.algorithm.needs_old_logprobs:
-            await trainer.old_logprobs(scored)
-        await trainer.add_groups(scored)
-        await self.finish_step(step, scored, counts)
 
     def describe(self) -> str:
         return super().describe() + (f"; {self.producer.describe()}" if self.producer is not None else "")
