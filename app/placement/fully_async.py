@@ -103,21 +103,8 @@ class FullyAsync(PlacementController):
             await self._run_evaluation()
 
     async def _fill(self, step: int) -> list[ScoredGroup]:
-        """Open a step and add its groups."""
+        """Open a step, take its groups and add them; if streaming, as they arrive."""
         await self.context.trainer.begin_step(version=step)
-        scored = await self._collect()
-        self.require_groups(len(scored), self.producer.counts)
-        if not self.config.stream:
-            # Arrival order would put the short completions into the same update.
-            scored.sort(key=lambda each: self.producer.dispatch_number(each.group))
-            if scored and self.config.algorithm.needs_old_logprobs:
-                async with self.phase("old_logprobs", track="trainer", record_memory=False):
-                    await self.context.trainer.old_logprobs(scored)
-            await self.context.trainer.add_groups(scored)
-        return scored
-
-    async def _collect(self) -> list[ScoredGroup]:
-        """Take and score the groups of a step. If streaming, train on them as they arrive."""
         scored: list[ScoredGroup] = []
         wanted = self.config.algorithm.prompts_per_step
         while len(scored) < wanted and not self.producer.refill_exhausted():
@@ -127,6 +114,15 @@ class FullyAsync(PlacementController):
             scored += fresh
             if self.config.stream and fresh:
                 await self.context.trainer.add_groups(fresh)
+
+        self.require_groups(len(scored), self.producer.counts)
+        if not self.config.stream:
+            # Arrival order would put the short completions into the same update.
+            scored.sort(key=lambda each: self.producer.dispatch_number(each.group))
+            if scored and self.config.algorithm.needs_old_logprobs:
+                async with self.phase("old_logprobs", track="trainer", record_memory=False):
+                    await self.context.trainer.old_logprobs(scored)
+            await self.context.trainer.add_groups(scored)
         return scored
 
     def _step_seconds(self) -> dict[str, float]:
