@@ -32,11 +32,6 @@ class EpisodeLimits:
     max_response_tokens: int  # of a trajectory after its openings, observations included
     retries: int  # attempts after the first one failed
 
-    @property
-    def context(self) -> int:
-        """Tokens of a sequence."""
-        return self.max_prompt_tokens + self.max_response_tokens
-
 
 class EpisodeAttempt:
     """One episode, from its beginning to its end."""
@@ -155,7 +150,8 @@ class EpisodeAttempt:
 
     def _room(self, sequence: SampledSequence) -> int:
         """Return how many tokens may be sampled for this sequence, were no other request in flight."""
-        return min(self._left, self.limits.context - sequence.tokens)
+        context = self.limits.max_prompt_tokens + self.limits.max_response_tokens
+        return min(self._left, context - sequence.tokens)
 
     async def _sample(self, sequence: SampledSequence, max_tokens: int) -> Completion:
         spec = self.group.spec
