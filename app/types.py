@@ -130,6 +130,12 @@ class Completion:
     retractions: int = 0  # times that a full KV cache interrupted it; what it had there was computed again
     teacher_logprobs: np.ndarray | None = None  # [T] float32, of the same tokens; None without a teacher
 
+    @classmethod
+    def nothing(cls, version: int) -> "Completion":
+        """Return a completion without tokens by policy `version`."""
+        none = (VersionSpan(version, 0, 0),)
+        return cls(np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.float32), FinishReason.length, none)
+
     @property
     def oldest_version(self) -> int:
         if len(self.spans) == 1:  # the usual case, read several times

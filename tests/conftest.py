@@ -185,9 +185,7 @@ def running(engine: "RemoteEngine") -> Iterator["RemoteEngine"]:
     asyncio.run(engine.stop())
 
 
-def server_spec(
-    model: Path, folder: Path, *, name: str = "engine 0", host: str = "127.0.0.1", seed: int = 0, **flags: Any
-) -> "ServerSpec":
+def server_spec(model: Path, folder: Path, *, name: str = "engine 0", seed: int = 0, **flags: Any) -> "ServerSpec":
     """A server of our own making, from the session's fork server."""
     from app.device.cpu import DEVICE
     from app.rollout.engine.server import ServerSpec
@@ -195,7 +193,6 @@ def server_spec(
     return ServerSpec(
         name=name,
         model_path=str(model),
-        host=host,
         port=0,
         key=secrets.token_urlsafe(16),
         flags={

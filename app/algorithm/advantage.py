@@ -1,8 +1,6 @@
 """Group-relative advantages (GRPO), and what a teacher takes off them.
 
-Invariants:
-- Raw rewards are never modified; shaping returns a new array.
-- Dynamic sampling filters on raw rewards. Shaped rewards would hide that all answers of a group are right or all wrong.
+Invariant: raw rewards are never modified; shaping returns a new array.
 """
 
 from typing import TYPE_CHECKING

@@ -17,10 +17,6 @@ class RolloutCounts:
     unplayable: list[str] = field(default_factory=list)  # ids of prompts whose environments left too few members
     discarded_tokens: int = 0  # completion tokens of dropped, aborted and unplayable groups
 
-    @property
-    def rejected(self) -> int:
-        return len(self.filtered) + len(self.unplayable)
-
     def keep(self, group: Group, algorithm: AlgorithmConfig) -> bool:
         """Whether to train on a group; counts it otherwise.
 
@@ -32,12 +28,7 @@ class RolloutCounts:
             self.discarded_tokens += group.completion_tokens
             return False
 
-        if algorithm.dynamic_sampling and not has_reward_variance(group):
+        if algorithm.dynamic_sampling and group.rewards.min() == group.rewards.max():
             self.filtered.append(group)
             return False
         return True
-
-
-def has_reward_variance(group: Group) -> bool:
-    """Whether the raw rewards differ."""
-    return bool(group.rewards.min() != group.rewards.max())

@@ -121,8 +121,3 @@ def _start_local(config: RunConfig, device: Device) -> None:
             if attempt == START_ATTEMPTS:
                 failed = f"Ray did not start on this machine in {START_ATTEMPTS} attempts"
                 raise RunError(f"{failed}: {one_line(error)}{last_ray_error()}") from error
-
-
-def count_nodes() -> int:
-    """Return the number of machines of the cluster."""
-    return sum(bool(node["Alive"]) for node in ray.nodes())

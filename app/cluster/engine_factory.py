@@ -44,9 +44,8 @@ class EngineFactory:
         self._restarts[index] += 1
 
         rollout = self.config.rollout
-        spec = self._spec(
-            f"engine {index}",
-            f"engine_host_{index}.log",
+        spec = replace(
+            self._spec(f"engine {index}", f"engine_host_{index}.log"),
             releases_memory=self.device.shares_memory and self.config.offload.engine,
             serves_adapters=self.config.serves_adapters,
         )
@@ -66,27 +65,24 @@ class EngineFactory:
         assert self.teacher_path is not None
         server = self._server("teacher", self.teacher_path, self.config.teacher.devices)
         server = replace(server, flags=teacher_flags(self.config, self.device))
-        spec = self._spec("teacher", "teacher_host.log", releases_memory=False, serves_adapters=False)
+        spec = self._spec("teacher", "teacher_host.log")
         return _host(replace(spec, server=server), self.placement.teacher_options())
 
-    def _spec(self, name: str, log: str, *, releases_memory: bool, serves_adapters: bool) -> HostSpec:
+    def _spec(self, name: str, log: str) -> HostSpec:
         visibility = self.device.visibility
         return HostSpec(
             name=name,
             start_timeout_s=self.config.rollout.start_timeout_s,
             stall_timeout_s=self.config.rollout.stall_timeout_s,
-            releases_memory=releases_memory,
             log=self.run_folder / "logs" / log,
-            serves_adapters=serves_adapters,
             devices=None if visibility is None else (self.device.resource, visibility),
         )
 
     def _server(self, name: str, model: Path, width: int) -> ServerSpec:
-        """Return a server of this machine's own address, a free port and a random key, without flags."""
+        """Return a server with a free port and a random key, without flags."""
         return ServerSpec(
             name=name,
             model_path=str(model),
-            host="127.0.0.1",
             port=0,
             key=secrets.token_urlsafe(24),
             flags={},

@@ -9,7 +9,8 @@ Invariant: only `check` can end a run. What cannot be measured is missing from t
 import asyncio
 import logging
 import os
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from app.errors import RunError, one_line
@@ -40,18 +41,21 @@ class MemoryMonitor:
 
     async def record_peaks(self, phase: str) -> None:
         """Record the device memory peaks of the trainer ranks in the phase that just ended."""
-        ranks = await self._measure("trainer", self._ranks())
-        peaks = [use.device_peak for use in ranks.values() if use.device_peak is not None]
-        if peaks:
-            self._peaks[phase] = max(peaks)
+        async with self._measuring("trainer"):
+            peaks = [use.device_peak for use in await self.trainer.memory() if use.device_peak is not None]
+            if peaks:
+                self._peaks[phase] = max(peaks)
 
     async def sample(self) -> dict[str, float]:
         """Return the memory metrics: MiB of the largest process by role, and the fullest machine's used fraction."""
-        sample = {
-            **await self._measure("driver", self._driver()),
-            **await self._measure("trainer", self._ranks()),
-            **await self._measure("engine", self._engines()),
-        }
+        sample: dict[str, MemoryUse] = {}
+        async with self._measuring("driver"):
+            sample["driver"] = memory_use([os.getpid()])
+        async with self._measuring("trainer"):
+            sample |= {f"trainer rank {rank}": use for rank, use in enumerate(await self.trainer.memory())}
+        async with self._measuring("engine"):
+            uses = await self.pool.each(RolloutEngine.memory)
+            sample |= {f"engine {index}": use for index, use in uses.items()}
         self._last_sample = sample
 
         metrics: dict[str, float] = {}
@@ -78,24 +82,14 @@ class MemoryMonitor:
                     f"{self._last_sample[largest].resident / MIB:.0f} MiB)"
                 )
 
-    async def _driver(self) -> dict[str, MemoryUse]:
-        return {"driver": memory_use([os.getpid()])}
-
-    async def _ranks(self) -> dict[str, MemoryUse]:
-        return {f"trainer rank {rank}": use for rank, use in enumerate(await self.trainer.memory())}
-
-    async def _engines(self) -> dict[str, MemoryUse]:
-        uses = await self.pool.each(RolloutEngine.memory)
-        return {f"engine {index}": use for index, use in uses.items()}
-
-    async def _measure(self, role: str, measuring: Awaitable[Mapping[str, MemoryUse]]) -> Mapping[str, MemoryUse]:
-        """Return the memory use by process, or nothing if it cannot be measured."""
+    @asynccontextmanager
+    async def _measuring(self, role: str) -> AsyncIterator[None]:
+        """Leave the block, with one warning, if the processes cannot be measured."""
         try:
             async with asyncio.timeout(MEASURE_TIMEOUT_S):
-                return await measuring
+                yield
         except Exception as error:  # a broken component fails in its next call
             log.info("the memory of %s was not measured", role, exc_info=True)
             if not self._warned:
                 self._warned = True
                 self.warn(f"no memory metrics of the {role} processes: {one_line(error)}")
-            return {}

@@ -23,7 +23,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -49,8 +49,7 @@ def process_reaper() -> Iterator[None]:
 
     The block has a folder for temporary files of its own.
     """
-    with ExitStack() as stack:
-        stack.enter_context(_environment(_run_variables(secrets.token_hex(MARK_BYTES))))
+    with _environment(_run_variables(secrets.token_hex(MARK_BYTES))):
         environment = {**os.environ, "PYTHONPATH": package_path(os.environ.get("PYTHONPATH"))}
         reaper = subprocess.Popen(
             module_command(__name__), env=environment, stdin=subprocess.PIPE, start_new_session=True

@@ -8,7 +8,6 @@ token into the pool and into the copy (kv_cache.py). Sliding windows, cross atte
 torch_native.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -191,18 +190,15 @@ class BatchedAttention(TorchNativeAttnBackend):
         column = torch.arange(len(row)) - torch.repeat_interleave(added.cumsum(0) - added, added)
         key = torch.arange(int(length.max()))
         query = (length - added)[:, None] + torch.arange(int(added.max()))  # position of each new token in its request
+        pool_rows = torch.tensor([requests[index] for index in bucket], dtype=torch.int64)
+        slots = self.req_to_token_pool.req_to_token[pool_rows, : len(key)].long()
         return PrefillBucket(
             tokens=starts[row] + column,
             row=row,
             column=column,
-            slots=self._pool_slots([requests[index] for index in bucket], length, len(key)),
+            slots=slots.masked_fill_(key >= length[:, None], 0),
             mask=(key <= query[:, :, None])[:, None],
         )
-
-    def _pool_slots(self, requests: Sequence[int], lengths: Tensor, columns: int) -> Tensor:
-        """Return the pool slots of the requests' tokens, [len(requests), columns], 0 after their ends."""
-        slots = self.req_to_token_pool.req_to_token[torch.tensor(requests, dtype=torch.int64), :columns].long()
-        return slots.masked_fill_(torch.arange(columns) >= lengths[:, None], 0)
 
     # --- pool and working copy
 

@@ -20,16 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
+from app.cpu_engine import operators
 from app.cpu_engine.matmul import linear
-from app.cpu_engine.operators import (
-    callable_alike,
-    cos_and_sin,
-    normalized_sum,
-    of_one_dtype,
-    plain_norm,
-    plain_rotary,
-    rotated,
-)
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +36,7 @@ def register() -> None:
 
     for module, prefix in FAMILIES.items():
         target = f"{MODELS}{module}.{prefix}Model.forward"
-        if callable_alike(target, forward, before=1):
+        if operators.callable_alike(target, forward, before=1):
             HookRegistry.register(target, forward, HookType.AROUND)
 
 
@@ -68,7 +60,7 @@ def forward(
     if not _plain[model]:
         return original(model, input_ids, positions, forward_batch, input_embeds, pp_proxy_tensors)
 
-    turn = cos_and_sin(model.layers[0].self_attn.rotary_emb.cos_sin_cache, positions)
+    turn = operators.cos_and_sin(model.layers[0].self_attn.rotary_emb.cos_sin_cache, positions)
     hidden, residual = model.embed_tokens(input_ids), None
     for layer in model.layers:
         hidden, residual = decoder_layer(layer, hidden, residual, turn, forward_batch)
@@ -83,7 +75,7 @@ def decoder_layer(
     Args:
         hidden: [T, hidden], the output of the layer before, or the embeddings.
         residual: [T, hidden], to which `hidden` is added; None before the first layer.
-        turn: What `cos_and_sin` returned.
+        turn: What `operators.cos_and_sin` returned.
 
     Returns:
         The layer's output and the residual to which it is added.
@@ -108,13 +100,13 @@ def queries_keys_values(attention: Any, qkv: Tensor, turn: tuple[Tensor, Tensor]
         queries.mul_(attention.q_norm.weight)
         keys.mul_(attention.k_norm.weight)
 
-    queries, keys = rotated(both.to(qkv.dtype), *turn).split(counts, dim=1)
+    queries, keys = operators.rotated(both.to(qkv.dtype), *turn).split(counts, dim=1)
     return queries.flatten(1), keys.flatten(1), values.flatten(1)
 
 
 def normalized(norm: Any, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
     """Apply SGLang's RMSNorm to the sum, which is returned as well."""
-    return normalized_sum(x, residual, None, norm.weight, norm.variance_epsilon)
+    return operators.normalized_sum(x, residual, None, norm.weight, norm.variance_epsilon)
 
 
 def projected(layer: Any, x: Tensor) -> Tensor:
@@ -140,10 +132,10 @@ def is_plain(model: Any) -> bool:
             get_parallel().tp_size == get_parallel().pp_size == 1
             and {type(module) for module in modules} <= plain_types()
             and not any(module._forward_hooks or module._forward_pre_hooks for module in modules)
-            and of_one_dtype(*model.parameters(), *(each.rotary_emb.cos_sin_cache for each in attentions))
+            and operators.of_one_dtype(*model.parameters(), *(each.rotary_emb.cos_sin_cache for each in attentions))
             and all(type(each.quant_method) is UnquantizedLinearMethod and not each.skip_bias_add for each in linear)
-            and all(plain_norm(module) for module in modules if hasattr(module, "variance_epsilon"))
-            and all(plain_rotary(each.rotary_emb) for each in attentions)
+            and all(operators.plain_norm(module) for module in modules if hasattr(module, "variance_epsilon"))
+            and all(operators.plain_rotary(each.rotary_emb) for each in attentions)
             and all(each.q_norm.variance_epsilon == each.k_norm.variance_epsilon for each in normed)
         )
     except AttributeError as missing:

@@ -43,26 +43,19 @@ def main() -> None:
     listener.set_inheritable(False)
     began = time.monotonic()
     gc.disable()
-    import_sglang()
-    gc.freeze()  # a collection in a child would copy every page
-    gc.enable()
-    sys.stdout.write(f"imported SGLang in {time.monotonic() - began:.1f} s, {threads()} thread(s)\n")
-    sys.stdout.flush()
-    serve(listener)
 
-
-def import_sglang() -> None:
-    """Import what a server and its children import."""
     define_operators()
     import sglang.launch_server
     import sglang.srt.entrypoints.http_server
     import sglang.srt.managers.detokenizer_manager
-    import sglang.srt.managers.scheduler  # noqa: F401
+    import sglang.srt.managers.scheduler  # noqa: F401 - what a server and its children import
 
-
-def threads() -> int:
-    """Return the number of threads of this process."""
-    return len(os.listdir("/proc/self/task"))
+    gc.freeze()  # a collection in a child would copy every page
+    gc.enable()
+    threads = len(os.listdir("/proc/self/task"))
+    sys.stdout.write(f"imported SGLang in {time.monotonic() - began:.1f} s, {threads} thread(s)\n")
+    sys.stdout.flush()
+    serve(listener)
 
 
 def serve(listener: socket.socket) -> None:

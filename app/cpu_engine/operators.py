@@ -5,10 +5,10 @@ replace the operators of its layers; for other types than plain float32 and bflo
 bfloat16 they round where SGLang's do.
 """
 
-import inspect
 import logging
 import pkgutil
 from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 import torch
@@ -49,15 +49,10 @@ def callable_alike(name: str, replacement: Callable[..., Any], before: int = 0) 
     except (ImportError, AttributeError):
         logger.warning("SGLang has no %s: not replaced", name)
         return False
-    alike = parameters(replacement)[before + 1 :] == parameters(replaced)[1:]
+    alike = list(signature(replacement).parameters)[before + 1 :] == list(signature(replaced).parameters)[1:]
     if not alike:
         logger.warning("SGLang calls %s differently: not replaced", name)
     return alike
-
-
-def parameters(function: Callable[..., Any]) -> list[str]:
-    """Return the names of a function's parameters."""
-    return list(inspect.signature(function).parameters)
 
 
 # --- SGLang's layers

@@ -187,7 +187,6 @@ class Device:
     linear_widths: float = 2.5
     linear_widths_kept: float = 2.5
     softmax_width: int = 1  # float32 statistics that the attention kernel returns for each row of a head
-    steps_in_place: bool = False  # optimizer updates tensor by tensor, without temporaries of all of them
 
     def torch_device(self, index: int = 0) -> "torch.device":
         """Return the torch device with this index; a CPU has no index."""

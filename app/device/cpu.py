@@ -8,16 +8,11 @@ from pathlib import Path
 from app.config.device import DeviceKind
 from app.device.base import Device, Fork
 
-
-def has_cpu_engine() -> bool:
-    """Return whether the optional package app/cpu_engine/ is installed: whether SGLang finds its entry point."""
-    try:
-        return bool(distribution("hydra-posttrain").entry_points.select(name="cpu_engine"))
-    except PackageNotFoundError:
-        return False
-
-
-CPU_ENGINE = has_cpu_engine()
+# Whether the optional package app/cpu_engine/ is installed: whether SGLang finds its entry point.
+try:
+    CPU_ENGINE = bool(distribution("hydra-posttrain").entry_points.select(name="cpu_engine"))
+except PackageNotFoundError:
+    CPU_ENGINE = False
 
 # How often a thread polls before it sleeps while it waits for the other threads of an operator: for about 10 µs. Runs
 # of tests/bench/end_to_end.py in colocate had 1.2 times the tokens/s of threads that sleep at once. Ten times as many
@@ -81,5 +76,4 @@ DEVICE = Device(
     trainer_runtime_gib=0.7,
     engine_runtime_gib=1.8,  # three processes
     push_seconds_per_gb=2.0,
-    steps_in_place=True,
 )

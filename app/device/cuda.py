@@ -168,5 +168,4 @@ DEVICE = Device(
     trainer_runtime_gib=1.5,
     engine_runtime_gib=4.0,  # with the decode graphs, which no release frees
     push_seconds_per_gb=0.12,
-    steps_in_place=True,
 )

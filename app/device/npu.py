@@ -147,5 +147,4 @@ DEVICE = Device(
     linear_widths=4.0,
     linear_widths_kept=3.0,
     softmax_width=16,
-    steps_in_place=True,
 )

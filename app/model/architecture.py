@@ -47,11 +47,6 @@ class LinearAttention:
     def value_channels(self) -> int:
         return self.value_heads * self.value_dim
 
-    @property
-    def small_parameters(self) -> int:
-        """Parameters of one layer outside its projections: the convolution, the decays and the norm."""
-        return self.channels * self.convolution + 2 * self.value_heads + self.value_dim
-
     def state_bytes(self, conv_bytes: int, item: int) -> int:
         """State of one layer and request: the recurrent state, `item` bytes each, and the convolution's last inputs."""
         recurrent = item * self.value_heads * self.key_dim * self.value_dim
@@ -111,15 +106,12 @@ class Architecture:
     @property
     def linear_layer_parameters(self) -> int:
         """Parameters of a layer with linear attention; 0 without such layers."""
-        if self.linear is None:
+        linear = self.linear
+        if linear is None:
             return 0
-        decays = 2 * self.linear.value_heads * self.hidden
-        return _elements(self.linear_attention) + decays + self.linear.small_parameters + self._mlp_and_norms
-
-    @property
-    def layer_parameters(self) -> int:
-        """Parameters of the largest layer."""
-        return max(self.full_layer_parameters, self.linear_layer_parameters)
+        projections = _elements(self.linear_attention) + 2 * linear.value_heads * self.hidden  # those of the decays too
+        others = linear.channels * linear.convolution + 2 * linear.value_heads + linear.value_dim  # decays and norm too
+        return projections + others + self._mlp_and_norms
 
     @property
     def root_parameters(self) -> int:
@@ -171,11 +163,6 @@ def adapter_parameters(model: Architecture, lora: LoraConfig) -> int:
 def trained_parameters(model: Architecture, lora: LoraConfig) -> int:
     """Return the number of parameters that a run trains: those of the adapters, or without them all."""
     return adapter_parameters(model, lora) if lora.enabled else model.parameters
-
-
-def layer_names(model: Architecture) -> set[str]:
-    """Return the names of the linear layers that can have adapters."""
-    return {*model.full_attention, *model.linear_attention, *model.mlp}
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,6 @@ class Checkpoint:
 
     @property
     def names(self) -> set[str]:
-        """Names of all tensors."""
         return set(self._files)
 
     def shape(self, name: str) -> tuple[int, ...]:

@@ -53,7 +53,6 @@ class PolicyModel(nn.Module):
 
     @property
     def layers(self) -> nn.ModuleList:
-        """Decoder layers."""
         return self.causal_lm.get_decoder().layers
 
     @property

@@ -16,7 +16,7 @@ from app.placement.context import RunContext
 from app.placement.controller import PlacementController
 from app.placement.producer import Producer
 from app.rollout.requests import sampling_of
-from app.types import Group, ScoredGroup
+from app.types import Group
 
 
 class Colocate(PlacementController):
@@ -52,8 +52,14 @@ class Colocate(PlacementController):
         self.require_groups(len(groups), counts)
 
         async with self.phase("train"):
+            trainer = self.context.trainer
             await self.context.time_sharing.give_to_trainer()
-            await self._train(step, [self.score(group) for group in groups], counts)
+            scored = [self.score(group) for group in groups]
+            await trainer.begin_step(version=step)
+            if scored and self.config.algorithm.needs_old_logprobs:
+                await trainer.old_logprobs(scored)
+            await trainer.add_groups(scored)
+            await self.finish_step(step, scored, counts)
 
         async with self.phase("sync"):
             sync = await self.context.time_sharing.give_to_engines(lambda: self.sync(step))
@@ -64,7 +70,10 @@ class Colocate(PlacementController):
 
     async def _take(self, producer: Producer, step: int) -> tuple[list[Group], RolloutCounts]:
         """Return the first `prompts_per_step` groups that are done, in the order of their dispatch."""
-        groups = await producer.collect()
+        groups: list[Group] = []
+        while len(groups) < producer.wanted and not producer.refill_exhausted():
+            groups += await producer.take(producer.wanted - len(groups))
+
         producer.pause_dispatch()
         await self.context.probe.sampled()  # a paused engine would not answer
         await producer.abort_stale(step)
@@ -75,36 +84,23 @@ class Colocate(PlacementController):
 
         Groups that are not kept are replaced by others, for at most `max_refill_rounds` rounds.
         """
-        algorithm = self.config.algorithm
+        algorithm, context = self.config.algorithm, self.context
         groups: list[Group] = []
         counts = RolloutCounts()
         for _ in range(1 + algorithm.max_refill_rounds):
-            sampled = await self._sample(algorithm.prompts_per_step - len(groups))
+            sampled = await context.rollouter.groups(
+                context.cursor.take(algorithm.prompts_per_step - len(groups)),
+                size=algorithm.group_size,
+                sampling=sampling_of(self.config.rollout),
+                version=self.version,
+                limit=context.concurrency.groups,
+            )
             groups += [group for group in sampled if counts.keep(group, algorithm)]
             if len(groups) == algorithm.prompts_per_step:
                 break
 
-        counts.failed = self.context.rollouter.pop_lost()
+        counts.failed = context.rollouter.pop_lost()
         return groups, counts
-
-    async def _sample(self, count: int) -> list[Group]:
-        """Sample the groups of the next `count` prompts, in the order of the prompts."""
-        context = self.context
-        return await context.rollouter.groups(
-            context.cursor.take(count),
-            size=self.config.algorithm.group_size,
-            sampling=sampling_of(context.config.rollout),
-            version=self.version,
-            limit=context.concurrency.groups,
-        )
-
-    async def _train(self, step: int, scored: list[ScoredGroup], counts: RolloutCounts) -> None:
-        trainer = self.context.trainer
-        await trainer.begin_step(version=step)
-        if scored and self.config.algorithm.needs_old_logprobs:
-            await trainer.old_logprobs(scored)
-        await trainer.add_groups(scored)
-        await self.finish_step(step, scored, counts)
 
     def describe(self) -> str:
         return super().describe() + (f"; {self.producer.describe()}" if self.producer is not None else "")

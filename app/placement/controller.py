@@ -104,10 +104,8 @@ class PlacementController(ABC):
     def require_groups(self, groups: int, counts: RolloutCounts) -> None:
         """Raise `RunError` when several steps in a row had no groups to train on. `counts`: those of the open step."""
         self._empty_steps = {} if groups else {**self._empty_steps, self.version + 1: counts}
-        if len(self._empty_steps) < EMPTY_STEPS:
-            return
-
-        raise _nothing_to_train_on(self._empty_steps.values(), self.context.rollouter.last_failure)
+        if len(self._empty_steps) >= EMPTY_STEPS:
+            raise _nothing_to_train_on(self._empty_steps.values(), self.context.rollouter.last_failure)
 
     async def finish_step(self, step: int, scored: Sequence[ScoredGroup], counts: RolloutCounts) -> None:
         """Add the step's demonstrations and finish it. Without groups make no update.
@@ -251,20 +249,19 @@ class PlacementController(ABC):
 
     async def save(self) -> None:
         """Save a checkpoint of the last committed step. Training waits until the state is captured."""
-        context = self.context
-        data, accuracy = data_state(context), self._accuracy_now
-        state = RunState(self.version, self.version, data, context.model, accuracy, self.evaluation_due)
-        with context.recorder.timeline.span("driver", "checkpoint", step=self.version):
-            await self._flush_records()
-            await context.checkpoints.save(context.trainer, state)
+        context, seconds = self.context, self.config.trainer.timeout_s
+        data: dict[str, Any] = {CURSOR: context.cursor.state()}
+        if context.demonstrations is not None:
+            data[DEMONSTRATIONS] = context.demonstrations.fingerprint
+        state = RunState(self.version, self.version, data, context.model, self._accuracy_now, self.evaluation_due)
 
-    async def _flush_records(self) -> None:
-        seconds = self.config.trainer.timeout_s
-        try:
-            await asyncio.wait_for(in_thread(self.context.recorder.flush), seconds)
-        except TimeoutError:
-            late = f"were not flushed to disk within trainer.timeout_s={seconds:g} s"
-            raise RunError(f"the metrics of step {self.version} {late}") from None
+        with context.recorder.timeline.span("driver", "checkpoint", step=self.version):
+            try:
+                await asyncio.wait_for(in_thread(context.recorder.flush), seconds)
+            except TimeoutError:
+                late = f"were not flushed to disk within trainer.timeout_s={seconds:g} s"
+                raise RunError(f"the metrics of step {self.version} {late}") from None
+            await context.checkpoints.save(context.trainer, state)
 
     async def _evaluate(self) -> None:
         async with self.phase("evaluate", step=self.version, record_memory=False):
@@ -292,14 +289,6 @@ class PlacementController(ABC):
 
     def describe(self) -> str:
         return f"step {self.version + 1}, phase {self.current_phase}: {self.context.rollouter.describe()}"
-
-
-def data_state(context: RunContext) -> dict[str, Any]:
-    """Return where a run is in its data, for `RunState.extra`."""
-    data: dict[str, Any] = {CURSOR: context.cursor.state()}
-    if context.demonstrations is not None:
-        data[DEMONSTRATIONS] = context.demonstrations.fingerprint
-    return data
 
 
 def _nothing_to_train_on(empty: Collection[RolloutCounts], last_failure: str) -> RunError:

@@ -32,14 +32,13 @@ Invariants:
     - One version samples every completion of an evaluation: no newer one exists before the evaluation ends.
 """
 
-import asyncio
 from collections.abc import Mapping
 
 from app.placement.context import RunContext
 from app.placement.controller import PlacementController
 from app.placement.producer import Producer
 from app.types import ScoredGroup
-from app.utils.tasks import root_cause
+from app.utils.tasks import task_group
 
 
 class FullyAsync(PlacementController):
@@ -68,9 +67,13 @@ class FullyAsync(PlacementController):
 
         self.context.probe.start(self.version, self.context.pool.alive)
         async with self.phase("train"):
-            scored = await self._train(step)
-        if self.finished:  # by the evaluation of the version before
-            return
+            scored = await (self._fill_beside_evaluation(step) if self.evaluation_due else self._fill(step))
+            if self.finished:  # by the evaluation of the version before
+                await self.context.trainer.abort_step()
+                return
+
+            async with self.phase("finish", track="trainer", record_memory=False):
+                await self.finish_step(step, scored, self.producer.drain_counts())
 
         async with self.phase("sync"):
             self.producer.pause_dispatch()
@@ -80,27 +83,14 @@ class FullyAsync(PlacementController):
         self.producer.on_weights_synced(step, [each.group for each in scored])
         await self.commit(sync)
 
-    async def _train(self, step: int) -> list[ScoredGroup]:
-        scored = await (self._fill_beside_evaluation(step) if self.evaluation_due else self._fill(step))
-        if self.finished:
-            await self.context.trainer.abort_step()
-            return []
-
-        async with self.phase("finish", track="trainer", record_memory=False):
-            await self.finish_step(step, scored, self.producer.drain_counts())
-        return scored
-
     async def _fill_beside_evaluation(self, step: int) -> list[ScoredGroup]:
         """Evaluate the current version while the next step is filled; then save what is due of that version."""
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                evaluation = tasks.create_task(self._evaluate_on_own_track(), name="evaluation")
-                scored = await self._fill(step)
-                busy = self.context.pool.busy_seconds()
-                async with self.phase("evaluation_wait", track="trainer", record_memory=False):
-                    await evaluation
-        except BaseExceptionGroup as failures:
-            raise root_cause(failures) from None
+        async with task_group() as tasks:
+            evaluation = tasks.create_task(self._evaluate_on_own_track(), name="evaluation")
+            scored = await self._fill(step)
+            busy = self.context.pool.busy_seconds()
+            async with self.phase("evaluation_wait", track="trainer", record_memory=False):
+                await evaluation
 
         async with self.phase("save", record_memory=False):
             await self.after_step()
@@ -113,21 +103,8 @@ class FullyAsync(PlacementController):
             await self._run_evaluation()
 
     async def _fill(self, step: int) -> list[ScoredGroup]:
-        """Open a step and add its groups."""
+        """Open a step, take its groups and add them; if streaming, as they arrive."""
         await self.context.trainer.begin_step(version=step)
-        scored = await self._collect()
-        self.require_groups(len(scored), self.producer.counts)
-        if not self.config.stream:
-            # Arrival order would put the short completions into the same update.
-            scored.sort(key=lambda each: self.producer.dispatch_number(each.group))
-            if scored and self.config.algorithm.needs_old_logprobs:
-                async with self.phase("old_logprobs", track="trainer", record_memory=False):
-                    await self.context.trainer.old_logprobs(scored)
-            await self.context.trainer.add_groups(scored)
-        return scored
-
-    async def _collect(self) -> list[ScoredGroup]:
-        """Take and score the groups of a step. If streaming, train on them as they arrive."""
         scored: list[ScoredGroup] = []
         wanted = self.config.algorithm.prompts_per_step
         while len(scored) < wanted and not self.producer.refill_exhausted():
@@ -137,6 +114,15 @@ class FullyAsync(PlacementController):
             scored += fresh
             if self.config.stream and fresh:
                 await self.context.trainer.add_groups(fresh)
+
+        self.require_groups(len(scored), self.producer.counts)
+        if not self.config.stream:
+            # Arrival order would put the short completions into the same update.
+            scored.sort(key=lambda each: self.producer.dispatch_number(each.group))
+            if scored and self.config.algorithm.needs_old_logprobs:
+                async with self.phase("old_logprobs", track="trainer", record_memory=False):
+                    await self.context.trainer.old_logprobs(scored)
+            await self.context.trainer.add_groups(scored)
         return scored
 
     def _step_seconds(self) -> dict[str, float]:

@@ -23,7 +23,7 @@ from app.placement.context import RunContext
 from app.placement.staleness import StalenessManager
 from app.rollout.requests import Aborted, sampling_of
 from app.types import Group, Prompt
-from app.utils.tasks import root_cause
+from app.utils.tasks import task_group
 
 WARN_ABORTS = 3  # of one prompt
 
@@ -68,13 +68,10 @@ class Producer:
 
     async def run_beside(self, consumer: Coroutine[Any, Any, None]) -> None:
         """Dispatch until the consumer returns. The first failure ends both."""
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                producer = tasks.create_task(self.run(), name="producer")
-                await tasks.create_task(consumer, name="consumer")
-                producer.cancel()
-        except BaseExceptionGroup as failures:
-            raise root_cause(failures) from None
+        async with task_group() as tasks:
+            producer = tasks.create_task(self.run(), name="producer")
+            await tasks.create_task(consumer, name="consumer")
+            producer.cancel()
 
     # --- for the consumer
 
@@ -95,19 +92,13 @@ class Producer:
             self._changed.set()
         return fresh
 
-    async def collect(self) -> list[Group]:
-        """Take the groups of a step, in the order of their arrival."""
-        groups: list[Group] = []
-        while len(groups) < self.wanted and not self.refill_exhausted():
-            groups += await self.take(self.wanted - len(groups))
-        return groups
-
     def dispatch_number(self, group: Group) -> int:
         return self._dispatch_number[group.prompt.id]
 
     def refill_exhausted(self) -> bool:
         """Whether the step used up its refill rounds, so that it trains on what it has."""
-        return not len(self.buffer) and self.counts.rejected >= self.max_rejected
+        rejected = len(self.counts.filtered) + len(self.counts.unplayable)
+        return not len(self.buffer) and rejected >= self.max_rejected
 
     def pause_dispatch(self) -> None:
         self.staleness.dispatch_open = False
@@ -172,7 +163,14 @@ class Producer:
             self.context.cursor.requeue([prompt.id])
             self._count_abort(prompt, error.tokens)
         else:
-            self._on_sampled(prompt, group)
+            self._aborts.pop(prompt.id, None)
+            if self.counts.keep(group, self.context.config.algorithm):
+                del self.running[prompt.id]
+                self.staleness.accept()
+                self.buffer.put(group)
+            else:
+                self._release(prompt)
+                self.buffer.wake()  # the consumer may have to stop waiting for refills
         finally:
             self._changed.set()
 
@@ -195,17 +193,6 @@ class Producer:
             f"(placement.max_staleness + 1) and begin again each time. Raise placement.max_staleness to at least "
             f"{bound}, or try a smaller {smaller} or rollout.max_inflight_groups.{drain}"
         )
-
-    def _on_sampled(self, prompt: Prompt, group: Group) -> None:
-        self._aborts.pop(prompt.id, None)
-        if not self.counts.keep(group, self.context.config.algorithm):
-            self._release(prompt)
-            self.buffer.wake()  # the consumer may have to stop waiting for refills
-            return
-
-        del self.running[prompt.id]
-        self.staleness.accept()
-        self.buffer.put(group)
 
     def _release(self, prompt: Prompt) -> None:
         del self.running[prompt.id]

@@ -8,8 +8,8 @@ from app.algorithm.filter import RolloutCounts
 from app.algorithm.metrics import advantage_metrics, group_metrics, source_metrics, staleness_metrics
 from app.types import Ending, Episode, Group, InFlight, ScoredGroup, StepReport, SyncReport
 
-OF_REQUESTS = ("prompt_tokens", "cached_tokens", "verify_passes")
-OWN_METRICS = ("turns", "sequences", "wall_seconds", "engine_seconds", *OF_REQUESTS)
+OF_REQUESTS = {"prompt_tokens", "cached_tokens", "verify_passes"}
+OWN_METRICS = {"turns", "sequences", "wall_seconds", "engine_seconds", "observation_tokens", "seconds", *OF_REQUESTS}
 TOOL_CALLS, TOOL_FAILURES = "tool_calls", "tool_failures"
 
 
@@ -130,6 +130,5 @@ def _scores(episodes: Sequence[Episode]) -> dict[str, float]:
 
 
 def _counted(episodes: Sequence[Episode]) -> dict[str, float]:
-    known = {*OWN_METRICS, TOOL_CALLS, TOOL_FAILURES, "observation_tokens", "seconds"}
-    names = sorted({name for episode in episodes for name in episode.metrics} - known)
+    names = sorted({name for each in episodes for name in each.metrics} - OWN_METRICS - {TOOL_CALLS, TOOL_FAILURES})
     return {f"environment/{name}": _total(episodes, name) / len(episodes) for name in names}

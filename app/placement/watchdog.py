@@ -24,7 +24,7 @@ from app.recovery.engine_supervisor import MAX_BACKOFF_S
 from app.reward import reward_pool
 from app.rollout.engine.pool import EnginePool
 from app.rollout.engine.remote import CALL_TIMEOUT_S, END_TIMEOUT_S, START_GRACE_S
-from app.utils.tasks import root_cause, task_stacks
+from app.utils.tasks import task_group, task_stacks
 from app.worker.remote import ABORT_TIMEOUT_S, SILENCE_TIMEOUT_S
 
 POLL_INTERVAL_S = 15.0
@@ -46,13 +46,10 @@ class Watched(Protocol):
 @asynccontextmanager
 async def watchdog(run: Watched, pool: EnginePool, config: RunConfig, folder: Path) -> AsyncIterator[None]:
     """Cancel the block and raise `RunError` when it makes no progress for `limit_seconds`."""
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            watcher = tasks.create_task(_watch(run, pool, limit_seconds(config), folder), name="watchdog")
-            yield
-            watcher.cancel()
-    except BaseExceptionGroup as failures:
-        raise root_cause(failures) from None
+    async with task_group() as tasks:
+        watcher = tasks.create_task(_watch(run, pool, limit_seconds(config), folder), name="watchdog")
+        yield
+        watcher.cancel()
 
 
 def limit_seconds(config: RunConfig) -> float:

@@ -86,13 +86,30 @@ async def stall(
 
     `sampling` returns the prompts that the server should be sampling; empty while it is paused.
     """
+    seconds = max(2.0, limit_s / 2)
     while True:
         await asyncio.sleep(min(POLL_INTERVAL_S, limit_s / 4))
+        before = sampling()
+        if not before:
+            clock.reset(before, time.monotonic())
+            continue
+
         try:
-            await _poll(client, clock, sampling, seconds=max(2.0, limit_s / 2))
+            report = await client.unfinished(seconds)
+            replied = report is not None or await client.healthy("/health_generate", seconds)
         except KeyRefused as error:
             # Another server listens at this address now.
             return error
+        except EngineError:
+            replied, report = False, None
+
+        # The report says nothing about prompts that ended, or were paused, since it was requested.
+        prompts = {prompt: ids for prompt, ids in sampling().items() if prompt in before}
+        if replied and report is None:
+            clock.beats += 1
+            clock.reset(prompts, time.monotonic())
+        else:
+            clock.observe(prompts, report, time.monotonic())
 
         if stalled := clock.stalled(time.monotonic(), limit_s):
             lost = [prompt for prompt in stalled if clock.lost(prompt)]
@@ -102,28 +119,3 @@ async def stall(
             if lost:
                 what = f"lost all requests of {len(lost)} prompts: its scheduler did not know them for {limit}"
             return EngineLost(f"{client.name} {what} ({named})")
-
-
-async def _poll(
-    client: Client, clock: ProgressClock, sampling: Callable[[], InFlightRequests], *, seconds: float
-) -> None:
-    before = sampling()
-    if not before:
-        clock.reset(before, time.monotonic())
-        return
-
-    try:
-        report = await client.unfinished(seconds)
-        replied = report is not None or await client.healthy("/health_generate", seconds)
-    except KeyRefused:
-        raise
-    except EngineError:
-        replied, report = False, None
-
-    # The report says nothing about prompts that ended, or were paused, since it was requested.
-    prompts = {prompt: ids for prompt, ids in sampling().items() if prompt in before}
-    if replied and report is None:
-        clock.beats += 1
-        clock.reset(prompts, time.monotonic())
-    else:
-        clock.observe(prompts, report, time.monotonic())

@@ -26,7 +26,6 @@ from app.model.architecture import (
     checkpoint_config,
     draft_of,
     from_config,
-    layer_names,
     require_context,
     require_own_preset,
     trained_parameters,
@@ -89,7 +88,8 @@ def sizes(run: RunInputs) -> None:
     if known is not None:
         draft_of(config.rollout, known)
         if config.model.lora.enabled:
-            check_targets(config.model.lora.targets, layer_names(known))
+            layers = {*known.full_attention, *known.linear_attention, *known.mlp}  # that can have adapters
+            check_targets(config.model.lora.targets, layers)
 
 
 def model(run: RunInputs) -> Iterator[Finding]:

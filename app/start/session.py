@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import ray
 
 from app.checkpoint.run_state import read_state
-from app.cluster.connect import connect, count_nodes
+from app.cluster.connect import connect
 from app.cluster.engine_factory import EngineFactory, threads_of
 from app.cluster.placement_group import DevicePlacement, reserve
 from app.config import Mode, RunConfig
@@ -224,7 +224,7 @@ async def start_trainer_workers(folder: Path, workers: RolloutWorkers, *, first:
             await gather_or_raise(_set_up(device, trainer, workers), *starts)
 
         engines = workers.pool.engines
-        alone = count_nodes() == 1
+        alone = sum(node["Alive"] for node in ray.nodes()) == 1  # machine of the cluster
         synchronizer = make_synchronizer(config, device, trainer, engines, folder, one_machine=alone)
         stack.push_async_callback(synchronizer.close)
         await synchronizer.prepare()

@@ -43,11 +43,6 @@ class HostCopier:
         if source.device.type == "cpu" or source.nbytes < SMALL_BYTES:
             return copy.copy_(source)
 
-        self._copy(_bytes(source.contiguous()), _bytes(copy))
-        return copy
-
-    def _copy(self, source: Tensor, out: Tensor) -> None:
-        """Copy bytes [n] from the device: it fills one buffer while the host empties the other."""
         if not self._buffers:
             self._buffers = [torch.empty(self._staging_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
 
@@ -55,8 +50,10 @@ class HostCopier:
             event.synchronize()
             destination.copy_(buffer)
 
+        # The device fills one buffer while the host empties the other.
         pending: tuple[Any, Tensor, Tensor] | None = None  # event, buffer, destination
-        parts = zip(source.split(self._staging_bytes), out.split(self._staging_bytes), strict=True)
+        size = self._staging_bytes
+        parts = zip(_bytes(source.contiguous()).split(size), _bytes(copy).split(size), strict=True)
         for index, (part, destination) in enumerate(parts):
             buffer = self._buffers[index % 2][: part.numel()]
             buffer.copy_(part, non_blocking=True)
@@ -68,6 +65,7 @@ class HostCopier:
             pending = event, buffer, destination
         if pending is not None:
             finish(*pending)
+        return copy
 
 
 def _bytes(tensor: Tensor) -> Tensor:

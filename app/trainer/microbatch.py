@@ -11,7 +11,7 @@ where that costs less than it saves.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 
 import numpy as np
@@ -53,6 +53,9 @@ class Sample:
     def shared_prefix(self) -> bytes:
         """Tokens that other sequences of the same prompt can share: those before the prompt's last one."""
         return self.sequence.token_ids[: max(self.sequence.opening_tokens - 1, 0)].astype(np.int32).tobytes()
+
+
+DUMMY = Sample(TokenSequence.demonstration(np.zeros(2, np.int32), np.array([False, True])), 0.0, 0.0, ("", 0, 0), 1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -226,7 +229,7 @@ def _fill_bins(units: Sequence[Sequence[int]], work: Workload, *, ranks: int, bu
 def pack(samples: Sequence[Sample], device: torch.device) -> MicroBatch:
     """Pack samples end to end, each shared prefix once. Without samples, return a dummy of two tokens and weight 0."""
     if not samples:
-        return _dummy(device)
+        return replace(pack([DUMMY], device), keys=(), trajectories=0)
 
     sequences = [sample.sequence for sample in samples]
     totals = np.array([sample.tokens for sample in samples])
@@ -276,23 +279,3 @@ def _first_occurrences(samples: Sequence[Sample], boundaries: np.ndarray) -> np.
         size = len(prefix) // TOKEN_BYTES
         positions[start : start + size] = np.arange(size) + starts.setdefault(prefix, start)
     return positions
-
-
-def _dummy(device: torch.device) -> MicroBatch:
-    zero = torch.zeros(1, dtype=torch.int64, device=device)
-    return MicroBatch(
-        input_ids=torch.zeros(1, 2, dtype=torch.int64, device=device),
-        position_ids=torch.arange(2, device=device)[None],
-        packing=Packing.of([0, 2], device),
-        logit_positions=zero,
-        targets=zero,
-        sequence=zero,
-        lengths=torch.ones(1, device=device),
-        trajectory_tokens=torch.ones(1, device=device),
-        advantages=torch.zeros(1, device=device),
-        weight_mask=torch.zeros(1, device=device),
-        rollout_logprobs=torch.zeros(1, device=device),
-        versions=zero - 1,
-        keys=(),
-        trajectories=0,
-    )

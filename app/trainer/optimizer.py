@@ -107,7 +107,7 @@ class PolicyOptimizer:
     def update(self, *, scale: float) -> UpdateResult:
         """Scale the accumulated sums to the gradient of the loss, clip it and update, if it is finite. A collective."""
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-        lr = self.lr()
+        lr = learning_rate(self.config, self.updates, run_updates=self.run_updates)
 
         # Without trajectories, no rank has a gradient.
         if not gradients:
@@ -155,10 +155,6 @@ class PolicyOptimizer:
     def _sampled(self) -> torch.Tensor:
         """Return a copy of some weights, on the first rank the same for any number of ranks."""
         return torch.cat([local_shard(each).detach()[:1].flatten()[:SAMPLED_WEIGHTS] for each in self.parameters])
-
-    def lr(self) -> float:
-        """Return the learning rate of the next update."""
-        return learning_rate(self.config, self.updates, run_updates=self.run_updates)
 
     def zero_grad(self) -> None:
         for parameter in self.parameters:

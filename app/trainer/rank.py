@@ -349,7 +349,6 @@ class TrainerRank:
         self.extensions[name] = make(self)
 
     def call(self, name: str, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Call a method of an extension."""
         return getattr(self.extensions[name], method)(*args, **kwargs)
 
     @runs_concurrently("interrupt")

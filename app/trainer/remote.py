@@ -238,18 +238,20 @@ class Packed:
         self.groups = groups
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return unpack, ([_group_row(scored) for scored in self.groups],)
+        rows = []
+        for scored in self.groups:
+            prompt, members = scored.group.prompt, [_member_row(each) for each in scored.group.trajectories]
+            rows.append((prompt.id, prompt.token_ids, scored.advantages, members))
+        return unpack, (rows,)
 
 
 def unpack(rows: Sequence[Row]) -> list[ScoredGroup]:
     """Return the groups of `Packed`."""
-    return [_group(*row) for row in rows]
-
-
-def _group_row(scored: ScoredGroup) -> Row:
-    prompt = scored.group.prompt
-    members = [_member_row(trajectory) for trajectory in scored.group.trajectories]
-    return prompt.id, prompt.token_ids, scored.advantages, members
+    groups = []
+    for prompt_id, token_ids, advantages, members in rows:
+        prompt = Prompt(prompt_id, token_ids, "", "")
+        groups.append(ScoredGroup(Group(prompt, tuple(_trajectory(prompt, *each) for each in members)), advantages))
+    return groups
 
 
 def _member_row(trajectory: Trajectory) -> Row:
@@ -268,11 +270,6 @@ def _span_rows(spans: Sequence[VersionSpan]) -> list[tuple[int, int, int]]:
 
 def _spans(rows: Sequence[tuple[int, int, int]]) -> tuple[VersionSpan, ...]:
     return tuple(VersionSpan(*row) for row in rows)
-
-
-def _group(prompt_id: str, token_ids: np.ndarray, advantages: np.ndarray, members: Sequence[Row]) -> ScoredGroup:
-    prompt = Prompt(prompt_id, token_ids, "", "")
-    return ScoredGroup(Group(prompt, tuple(_trajectory(prompt, *member) for member in members)), advantages)
 
 
 def _trajectory(prompt: Prompt, truncated: bool, completion: Row, sequences: Sequence[Row] | None) -> Trajectory:

@@ -270,9 +270,12 @@ class TrainStep:
                     reference_logprobs, _ = self._forward(self.reference, micro)
             logprobs, entropy = self._forward(self.model, micro, entropy_gradient=algorithm.entropy_coefficient > 0)
 
+        old_logprobs: Tensor | None = None  # the current ones
+        if self._old_logprobs and not micro.dummy:
+            old_logprobs = to_device(torch.cat([self._old_logprobs[key] for key in micro.keys]), self.device)
         batch = TokenBatch(
             logprobs=logprobs,
-            old_logprobs=self._old_logprobs_of(micro),
+            old_logprobs=old_logprobs,
             rollout_logprobs=logprobs.detach() if micro.dummy else micro.rollout_logprobs,
             reference_logprobs=reference_logprobs,
             entropy=entropy,
@@ -304,12 +307,6 @@ class TrainStep:
             temperature=self.settings.temperature if temperature is None else temperature,
             entropy_gradient=entropy_gradient,
         )
-
-    def _old_logprobs_of(self, micro: MicroBatch) -> Tensor | None:
-        """Return π_old of the sampled tokens [N]; None for the current log-probabilities."""
-        if not self._old_logprobs or micro.dummy:
-            return None
-        return to_device(torch.cat([self._old_logprobs[key] for key in micro.keys]), self.device)
 
     # --- updates
 
@@ -409,7 +406,6 @@ class PassMemory:
         self._trimmed_s = time.monotonic()
 
     def free(self) -> None:
-        """Free what is due, before a pass."""
         self._passes += 1
         if self._passes % COLLECT_PASSES == 0:
             gc.collect(0)

@@ -56,9 +56,9 @@ class Cost:
     per_completion_token: float  # the head
     per_token_squared: float  # causal attention of all full-attention layers
 
-    def of(self, lengths: Sequence[int], completion_tokens: int, shared_tokens: int = 0) -> float:
-        """Return the FLOPs of sequences with these lengths, which share tokens in the matrices, not in attention."""
-        linear = self.per_token * (sum(lengths) - shared_tokens) + self.per_completion_token * completion_tokens
+    def of(self, lengths: Sequence[int], completion_tokens: int) -> float:
+        """Return the FLOPs of sequences with these lengths."""
+        linear = self.per_token * sum(lengths) + self.per_completion_token * completion_tokens
         return linear + self.per_token_squared * sum(tokens * tokens for tokens in lengths)
 
     def __add__(self, other: "Cost") -> "Cost":

@@ -1,4 +1,4 @@
-"""Ports of this machine, and addresses in URLs. IPv4 and IPv6."""
+"""Ports of this machine. IPv4 and IPv6."""
 
 import socket
 
@@ -27,24 +27,6 @@ def reserve_port(host: str, port: int = 0) -> socket.socket:
     # Not before a free port is chosen: it could be one that another process has reserved.
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     return reserved
-
-
-def bracketed(host: str) -> str:
-    """Return a host as it appears in a URL.
-
-    >>> bracketed("10.0.0.7"), bracketed("fd00::7")
-    ('10.0.0.7', '[fd00::7]')
-    """
-    return f"[{host}]" if ":" in host else host
-
-
-def url_of(host: str, port: int) -> str:
-    """Return the HTTP URL of a server.
-
-    >>> url_of("fd00::7", 30000)
-    'http://[fd00::7]:30000'
-    """
-    return f"http://{bracketed(host)}:{port}"
 
 
 def _family(host: str) -> socket.AddressFamily:

@@ -27,7 +27,7 @@ def run_prefix() -> str:
     return f"posttrain-{os.environ.get(MARK) or os.getpid()}-"
 
 
-def log_to(path: Path, level: int = logging.INFO) -> None:
+def log_to(path: Path) -> None:
     """Append stdout, stderr and log records of this process to a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
@@ -40,7 +40,7 @@ def log_to(path: Path, level: int = logging.INFO) -> None:
     os.close(descriptor)
 
     logging.basicConfig(
-        level=level, stream=sys.stderr, force=True, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+        level=logging.INFO, stream=sys.stderr, force=True, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
 
 

@@ -5,7 +5,7 @@ import contextlib
 import signal
 import threading
 import traceback
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ParamSpec, TypeVar
 
@@ -102,12 +102,19 @@ async def run_to_end(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
 
 async def gather_or_raise(*work: Coroutine[Any, Any, T]) -> list[T]:
     """Return the results of concurrent coroutines. The first failure cancels the others; its root cause is raised."""
+    async with task_group() as tasks:
+        started = [tasks.create_task(each) for each in work]
+    return [task.result() for task in started]
+
+
+@contextlib.asynccontextmanager
+async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
+    """Yield a task group. The first failure cancels its tasks and the block; its root cause is raised."""
     try:
         async with asyncio.TaskGroup() as tasks:
-            started = [tasks.create_task(each) for each in work]
+            yield tasks
     except BaseExceptionGroup as failures:
         raise root_cause(failures) from None
-    return [task.result() for task in started]
 
 
 def root_cause(failures: BaseExceptionGroup) -> BaseException:

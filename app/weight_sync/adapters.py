@@ -12,7 +12,6 @@ machine read it from a file in shared memory; others get its bytes in the reques
 """
 
 import base64
-import io
 import json
 import pickle
 import shutil
@@ -21,7 +20,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from app.config.weight_sync import WeightSyncConfig
 from app.errors import SyncError
@@ -33,15 +32,10 @@ from app.utils.phase_timer import PhaseTimer
 from app.utils.process import SHARED_MEMORY, run_prefix
 from app.weight_sync.buckets import Receivers
 from app.weight_sync.synchronizer import CLOSE_TIMEOUT_S, sync_seconds
-from app.weight_sync.transport.base import TRAINER_RANKS, Deadline, best_effort
+from app.weight_sync.transport.base import SENDER_EXTENSION, TRAINER_RANKS, Deadline, best_effort
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-ADAPTER_EXTENSION: Final = "adapter_sync"  # the name under which an `AdapterSender` is attached to every trainer rank
-
-
-AdapterPush: TypeAlias = tuple[dict[str, Any], int]  # the body of `RolloutEngine.load_adapter`, bytes of the adapter
 
 
 class AdapterSender:
@@ -61,11 +55,14 @@ class AdapterSender:
         self.receivers = Receivers.rank_0 if trainer_rank.device.has_gather else Receivers.rank_0_by_all_gather
         self._folder: Path | None = None
 
-    def gather(self, copies: int) -> AdapterPush | None:
-        """Gather the adapters in the engines' dtype. A collective; None on ranks other than 0.
+    def gather(self, copies: int) -> tuple[dict[str, Any], int] | None:
+        """Gather the adapters in the engines' dtype. A collective.
 
         Args:
             copies: Ranks of an engine, which get the bytes in a request. 0: engines see this machine's shared memory.
+
+        Returns:
+            The body of `RolloutEngine.load_adapter`, and the bytes of the adapter; None on ranks other than 0.
 
         Raises:
             SyncError: The shared memory is full.
@@ -83,7 +80,10 @@ class AdapterSender:
         if not copies:
             self._folder = _write(tensors, config, size)
             return {"lora_path": str(self._folder)}, size
-        return {"config_dict": config, "serialized_named_tensors": [serialize(tensors)] * copies}, size
+        # As SGLang's `/load_lora_adapter_from_tensors` takes them: base64 of a pickle of tensors.
+        clones = {name: tensor.clone() for name, tensor in tensors.items()}
+        payload = base64.b64encode(pickle.dumps(clones, protocol=pickle.HIGHEST_PROTOCOL)).decode()
+        return {"config_dict": config, "serialized_named_tensors": [payload] * copies}, size
 
     def release(self) -> None:
         """Remove the last push from shared memory. Idempotent. Engines that read it keep what they need."""
@@ -128,13 +128,6 @@ def _write(tensors: "dict[str, Tensor]", config: dict[str, Any], size: int) -> P
     return folder
 
 
-def serialize(tensors: "dict[str, Tensor]") -> str:
-    """Return the tensors as SGLang's `/load_lora_adapter_from_tensors` takes them: base64 of a pickle of tensors."""
-    pickled = io.BytesIO()
-    pickle.dump({name: tensor.clone() for name, tensor in tensors.items()}, pickled, protocol=pickle.HIGHEST_PROTOCOL)
-    return base64.b64encode(pickled.getvalue()).decode()
-
-
 @dataclass(eq=False)
 class AdapterSynchronizer:
     """Implements `WeightSynchronizer` (app/protocols.py), with the lifecycle of `BucketedWeightSynchronizer`."""
@@ -146,7 +139,7 @@ class AdapterSynchronizer:
     one_machine: bool  # the engines see the shared memory of trainer rank 0; else they get the bytes over HTTP
 
     async def prepare(self) -> None:
-        await self.trainer.attach(ADAPTER_EXTENSION, AdapterSender)
+        await self.trainer.attach(SENDER_EXTENSION, AdapterSender)
 
     def set_engines(self, engines: Mapping[int, RolloutEngine]) -> None:
         self.engines = dict(engines)
@@ -159,7 +152,7 @@ class AdapterSynchronizer:
         try:
             with timer.phase("gather"):
                 copies = 0 if self.one_machine else self.tensor_parallel
-                gathering = self.trainer.call(ADAPTER_EXTENSION, AdapterSender.gather, copies=copies)
+                gathering = self.trainer.call(SENDER_EXTENSION, AdapterSender.gather, copies=copies)
                 gathered = await deadline.gather("gathering the adapter", {TRAINER_RANKS: gathering})
                 body, size = gathered[TRAINER_RANKS][0]
             with timer.phase("load"):
@@ -179,5 +172,5 @@ class AdapterSynchronizer:
 
     async def close(self) -> None:
         """Remove what the last sync has left in shared memory."""
-        releasing = self.trainer.call(ADAPTER_EXTENSION, AdapterSender.release)
+        releasing = self.trainer.call(SENDER_EXTENSION, AdapterSender.release)
         await best_effort({TRAINER_RANKS: releasing}, CLOSE_TIMEOUT_S)

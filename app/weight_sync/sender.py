@@ -167,7 +167,6 @@ class Sender:
     def _allocate_buffers(self) -> None:
         if not self._has_buffers:
             return
-        self.buffers = []  # freed before new ones are allocated
         size = max(bucket.bytes for bucket in self.buckets)
         if self.delta_encoder is not None:
             from app.weight_sync.delta import max_header_bytes

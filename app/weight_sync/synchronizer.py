@@ -45,10 +45,6 @@ if TYPE_CHECKING:
 CLOSE_TIMEOUT_S = 3.0
 TARGET = {"selector": "target"}  # by default SGLang offers a policy's weights to the loader of its draft as well
 SESSION_OPEN = "already open"  # in the server's error about a session that a failed sync left open
-TRANSPORTS: Mapping[TransportKind, Callable[..., Transport]] = {
-    TransportKind.collective: CollectiveTransport,
-    TransportKind.ipc: IpcTransport,
-}
 
 
 @dataclass(eq=False)
@@ -257,7 +253,9 @@ def make_synchronizer(
         return AdapterSynchronizer(trainer, indexed, config.weight_sync, tensor_parallel, one_machine)
 
     kind = transport_of(config.weight_sync, shared_devices=config.shared_devices, device=device.kind)
-    transport = TRANSPORTS[kind](backend=device.collective, tensor_parallel=tensor_parallel)
+    transport: Transport = IpcTransport(tensor_parallel)
+    if kind is TransportKind.collective:
+        transport = CollectiveTransport(device.collective, tensor_parallel)
 
     verifier = Verifier(config.weight_sync.verify, folder / "verify")
     capacity = int((config.weight_sync.bucket_mib or device.bucket_mib) * MIB)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.algorithm.advantage import score
-from app.algorithm.filter import has_reward_variance
+from app.algorithm.filter import RolloutCounts
 from app.algorithm.overlong import contributes_gradient, overlong_punishment, shaped_rewards
 from app.config.algorithm import AlgorithmConfig
 from app.errors import RunError
@@ -17,7 +17,7 @@ from .groups import group
 
 GRPO = AlgorithmConfig()
 DR_GRPO = AlgorithmConfig(normalize_by_std=False)
-DAPO = AlgorithmConfig(overlong_buffer_fraction=0.2)
+DAPO = AlgorithmConfig(overlong_buffer_fraction=0.2, dynamic_sampling=True)
 REWARDS = st.lists(st.floats(-5, 5, width=32), min_size=2, max_size=16)
 
 
@@ -66,12 +66,12 @@ def test_long_correct_answers_earn_less_than_short_ones_and_the_filter_uses_raw_
 
     right = group([1, 1], lengths=[5, 10])
     assert shaped_rewards(right, DAPO, max_completion_tokens=10).tolist() == [1, 0]
-    assert not has_reward_variance(right)
+    assert not RolloutCounts().keep(right, DAPO)
 
 
 @given(REWARDS)
 def test_the_filter_keeps_exactly_the_groups_with_two_different_rewards(rewards: list[float]) -> None:
-    assert has_reward_variance(group(rewards)) == (len(set(rewards)) > 1)
+    assert RolloutCounts().keep(group(rewards), DAPO) == (len(set(rewards)) > 1)
 
 
 def test_truncated_completions_contribute_no_gradient_only_under_mask_truncated() -> None:

@@ -42,7 +42,7 @@ def started(client: object, monkeypatch: pytest.MonkeyPatch, folder: Path) -> En
     """A host of this client. Call it in a running event loop."""
     monkeypatch.setattr(module, "log_to", lambda path: None)
     monkeypatch.setattr(server_connection, "DEATH_TIMEOUT_S", 0.05)
-    host = EngineHost(HostSpec("engine 0", 1.0, 1.0, False, folder / "host.log", url="http://127.0.0.1:1"))
+    host = EngineHost(HostSpec("engine 0", 1.0, 1.0, folder / "host.log", url="http://127.0.0.1:1"))
     host._connection._client = client  # type: ignore[assignment]
     host._connection._failure = asyncio.get_running_loop().create_future()
     return host

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from app.device import device_of
-from app.rollout.engine.server import Server
+from app.rollout.engine.server import HOST, Server
 from app.rollout.engine.server_args import engine_flags, engine_seed, teacher_flags
 from app.rollout.engine.server_main import forbid_expandable_segments
 from tests.compose import composed
@@ -96,7 +96,7 @@ async def test_the_port_of_a_server_is_reserved_from_its_start_to_its_stop(tmp_p
     server = Server(replace(server_spec(tmp_path, tmp_path, name="engine 0"), fork=None))
 
     await server.start()
-    address = (server.spec.host, server.spec.port)
+    address = (HOST, server.spec.port)
     with socket.socket() as other, pytest.raises(OSError, match="Address already in use"):
         other.bind(address)
     await server.stop()

@@ -9,8 +9,7 @@ from pathlib import Path
 from aiohttp import web
 
 from app.rollout.engine.client import Client
-from app.rollout.engine.server import Server
-from app.utils.net import url_of
+from app.rollout.engine.server import HOST, Server
 from tests.conftest import server_spec
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -29,7 +28,7 @@ async def sglang(model: Path, folder: Path) -> AsyncIterator[Address]:
     """Serve a model directory with SGLang."""
     server = Server(server_spec(model, folder, name="teacher", skip_tokenizer_init=False))
     await server.start()
-    url = url_of(server.spec.host, server.spec.port)
+    url = f"http://{HOST}:{server.spec.port}"
     client = Client("teacher", url, server.spec.key)
     try:
         for _ in range(600):

@@ -112,6 +112,7 @@ def test_the_seconds_of_the_phases_sum_to_those_of_the_step(
     sampled = sum(len(each.completion.token_ids) for each in trained)
     shared = round(metrics["trainer/shared_fraction"] * metrics["trainer/tokens"])
     assert 0 < shared <= sum(3 * (len(scored.group.prompt.token_ids) - 1) for scored in scenario.groups)
-    training = step.model_flops.step.of([each.tokens for each in trained], sampled, shared)
+    cost = step.model_flops.step
+    training = cost.of([each.tokens for each in trained], sampled) - cost.per_token * shared
     forwards = (updates > 1) + (kl is not Kl.none)
     assert metrics["trainer/mfu"] == pytest.approx(training * (1 + forwards / 3) / (clock.now * 1e9))

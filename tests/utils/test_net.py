@@ -1,4 +1,4 @@
-"""Ports of this machine, and addresses in URLs."""
+"""Ports of this machine."""
 
 import socket
 

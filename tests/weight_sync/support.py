@@ -131,12 +131,11 @@ async def make_synchronizer(
 ) -> BucketedWeightSynchronizer:
     """Create and prepare a synchronizer. `settings` are those of `weight_sync`."""
     config = WeightSyncConfig(verify=verify, **{"bucket_mib": 512.0, "timeout_s": 60.0, **settings})
-    make = IpcTransport if transport == "ipc" else CollectiveTransport
     synchronizer = BucketedWeightSynchronizer(
         trainer,
         dict(enumerate(engines)),
         config,
-        make(backend=backend, tensor_parallel=tensor_parallel),
+        IpcTransport(tensor_parallel) if transport == "ipc" else CollectiveTransport(backend, tensor_parallel),
         Verifier(verify, folder / "verify"),
         in_flight=in_flight,
         tensor_parallel=tensor_parallel,

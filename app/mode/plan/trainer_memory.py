@@ -57,8 +57,6 @@ def plan_trainer(config: RunConfig, device: Device, model: Architecture) -> Trai
     if config.trainer.optimizer is Optimizer.adamw:
         kept = updating if moments_on_host(config, device) else offloadable
         kept["Adam"] = 2 * FLOAT32 * trained
-        if not device.steps_in_place:
-            updating["temporaries"] = FLOAT32 * trained
     # the reference of adapters is their base
     if config.algorithm.needs_reference and not lora.enabled:
         gathered = model.root_parameters if model.tied else model.vocabulary * model.hidden
@@ -96,7 +94,7 @@ def _forward_backward(config: RunConfig, device: Device, model: Architecture) ->
     # one rank that computes in float32 gathers nothing
     gathers = config.placement.trainer_ranks > config.trainer.replicas or item != FLOAT32
     root = model.root_parameters * item * gathers if model.tied else 0.0
-    layer = model.layer_parameters * gathers
+    layer = max(model.full_layer_parameters, model.linear_layer_parameters) * gathers
     head = model.vocabulary * model.hidden
 
     # a trajectory above the token budget has its own microbatch

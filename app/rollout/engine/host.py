@@ -50,7 +50,17 @@ class EngineHost:
         client = self._connection.client()
         self._connection.watch(stall(client, self._requests.progress, self._sampling, self.spec.stall_timeout_s))
         if self.spec.serves_adapters:
-            self._adapters = self._make_adapters(client.url, info)
+            from app.rollout.engine.served_adapters import Adapters, adapter_limit
+
+            seconds = self.spec.stall_timeout_s
+            self._adapters = Adapters(
+                self.spec.name,
+                self._requests.host_id,
+                limit=adapter_limit(self.spec.name, client.url, info),
+                abort_timeout_s=seconds,
+                post=partial(self._connection.post, seconds=seconds),
+                abort=self._requests.abort_adapter,
+            )
         return {"url": client.url, "version": str(info.get("version", "")), "pid": self._connection.pid}
 
     async def start_phase(self) -> EngineStart:
@@ -131,19 +141,6 @@ class EngineHost:
 
     async def check(self) -> None:
         await self._connection.check()
-
-    def _make_adapters(self, url: str, info: Mapping[str, Any]) -> "Adapters":
-        from app.rollout.engine.served_adapters import Adapters, adapter_limit
-
-        seconds = self.spec.stall_timeout_s
-        return Adapters(
-            self.spec.name,
-            self._requests.host_id,
-            limit=adapter_limit(self.spec.name, url, info),
-            abort_timeout_s=seconds,
-            post=partial(self._connection.post, seconds=seconds),
-            abort=self._requests.abort_adapter,
-        )
 
     def _adapter_for_request(self) -> "AbstractContextManager[Adapter | None]":
         if not self.spec.serves_adapters:

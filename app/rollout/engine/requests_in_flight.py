@@ -50,9 +50,6 @@ class RequestsInFlight:
         self._admitting = asyncio.Event()  # cleared from a pause until `admit_again`
         self._admitting.set()
 
-    def __len__(self) -> int:
-        return len(self._groups)
-
     @property
     def by_name(self) -> dict[str, list[str]]:
         return {name: group.request_ids for name, group in self._groups.items()}
@@ -150,12 +147,8 @@ class RequestsInFlight:
                 f"{self._name} aborted {len(reasons)} of {len(replies)} completions of prompt {request.name} "
                 f"by itself: {reasons[0]}"
             )
-        if not group.paused_in_place or adapter is not None:
-            # SGLang 0.5.23 also counts a pause as a retraction, unless the request was queued: this is a lower bound.
-            own = [reply.completion for reply in replies]
-            return [replace(each, retractions=max(0, each.retractions - group.retracting_pauses)) for each in own]
-        return [
-            replace(each, spans=spans_in_place(each.spans, request.version, reply.tokens_at_once))
-            for reply in replies
-            for each in [reply.completion]
-        ]
+        sampled = [(reply.completion, reply.tokens_at_once) for reply in replies]
+        if group.paused_in_place and adapter is None:
+            return [replace(each, spans=spans_in_place(each.spans, request.version, n)) for each, n in sampled]
+        # SGLang 0.5.23 also counts a pause as a retraction, unless the request was queued: this is a lower bound.
+        return [replace(each, retractions=max(0, each.retractions - group.retracting_pauses)) for each, _ in sampled]

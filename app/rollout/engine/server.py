@@ -22,9 +22,10 @@ from app.errors import EngineError, EngineLost
 from app.rollout.engine.server_args import model_flags, render_flags
 from app.types import EngineStart
 from app.utils.child_environment import for_children
-from app.utils.net import bracketed, reserve_port
+from app.utils.net import reserve_port
 from app.utils.process import PARENT_VARIABLE, module_command, package_path
 
+HOST = "127.0.0.1"  # where servers listen: their hosts are on the same machine
 # Environment variables of the server, read by `server_main.py`.
 KEY_VARIABLE = "POSTTRAIN_ENGINE_KEY"
 LOG_TAIL_LINES = 12
@@ -46,7 +47,6 @@ class ServerSpec:
 
     name: str  # "engine 0"
     model_path: str
-    host: str  # the address to listen on
     port: int  # 0: a free one
     key: str = field(repr=False)
     flags: Mapping[str, object]  # SGLang's, without dashes; see `render_flags`
@@ -56,7 +56,7 @@ class ServerSpec:
 
     def arguments(self) -> list[str]:
         model = model_flags(self.model_path, self.flags)
-        return render_flags({**model, "host": self.host, "port": self.port, **self.flags})
+        return render_flags({**model, "host": HOST, "port": self.port, **self.flags})
 
     def command(self) -> list[str]:
         return [*module_command("app.rollout.engine.server_main"), *self.arguments()]
@@ -83,7 +83,7 @@ class Server:
             EngineError: The port is in use.
         """
         try:
-            self._reserved = reserve_port(self.spec.host, self.spec.port)
+            self._reserved = reserve_port(HOST, self.spec.port)
         except OSError as error:
             raise EngineError(
                 f"{self.spec.name}: rollout.port={self.spec.port} is not accepted: the port is in use on this machine; "
@@ -146,9 +146,7 @@ class Server:
     def refused_address(self) -> str | None:
         """Return the server's address if it could not listen there."""
         # SGLang does not end then, but waits for its own warm-up forever: only its log has the error.
-        if BIND_ERROR not in self._own_log():
-            return None
-        return f"{bracketed(self.spec.host)}:{self.spec.port}"
+        return f"{HOST}:{self.spec.port}" if BIND_ERROR in self._own_log() else None
 
     def _own_log(self) -> str:
         try:
@@ -163,7 +161,6 @@ class Server:
         return "\n".join(f"  | {line}" for line in wrong or last)
 
     async def stop(self) -> None:
-        """Kill the process group."""
         # SIGKILL at once: a server has nothing to save, and its own shutdown takes seconds.
         if self._process is not None:
             self._kill_process_group()

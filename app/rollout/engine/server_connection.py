@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Coroutine, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -10,10 +11,9 @@ from packaging.version import InvalidVersion, Version
 
 from app.errors import EngineError, EngineLost
 from app.model.hf_directory import load_tokenizer
-from app.rollout.engine.client import Client, ConnectionLost, NoAnswer
-from app.rollout.engine.server import Server, ServerSpec
+from app.rollout.engine.client import CALL_TIMEOUT_S, Client, ConnectionLost, NoAnswer
+from app.rollout.engine.server import HOST, Server, ServerSpec
 from app.types import EngineStart
-from app.utils.net import url_of
 from app.utils.process import process_group_members
 
 HEALTH_POLL_S = 0.05
@@ -31,8 +31,8 @@ class HostSpec:
     name: str  # "engine 0"
     start_timeout_s: float
     stall_timeout_s: float
-    releases_memory: bool  # False: release and reload do nothing (there is no device memory on CPU)
     log: Path  # of the host; the server has its own
+    releases_memory: bool = False  # False: release and reload do nothing (there is no device memory on CPU)
     serves_adapters: bool = False  # True: every request names an adapter, and the weights of the model stay
     server: ServerSpec | None = None
     url: str | None = None
@@ -116,7 +116,7 @@ class ServerConnection:
             trusted = bool(server.flags.get("trust-remote-code"))
             model = Path(server.model_path)
             self.tokenizer = await asyncio.to_thread(load_tokenizer, model, trust_remote_code=trusted)
-            self._client = Client(self._spec.name, url_of(server.host, server.port), server.key)
+            self._client = Client(self._spec.name, f"http://{HOST}:{server.port}", server.key)
         else:
             assert self._spec.url is not None
             self._client = Client(self._spec.name, self._spec.url, self._spec.key)
@@ -124,7 +124,13 @@ class ServerConnection:
         await self.race(self._wait_healthy(self._client))
         info: Mapping[str, Any] = await self.race(self._client.get(SCHEDULER_ROUTE))
         if self._server is None:
-            self._require_supported(str(info.get("version", "")))
+            version = str(info.get("version", ""))
+            with suppress(InvalidVersion):  # one that cannot be read is accepted
+                if Version(version) < Version(OLDEST_SGLANG):
+                    raise EngineError(
+                        f"{self._spec.name} at {self._spec.url} runs SGLang {version}: servers of rollout.urls must "
+                        f"run SGLang {OLDEST_SGLANG} or newer"
+                    )
         return info
 
     async def stop(self) -> None:
@@ -147,10 +153,9 @@ class ServerConnection:
         if self._failure is not None and not self._failure.done():
             self._failure.set_result(error)
 
-    async def post(self, route: str, body: Mapping[str, Any], seconds: float | None = None) -> dict[str, Any]:
-        """Post a request and return the reply. `seconds` is its deadline, if not the client's own."""
-        deadline = {} if seconds is None else {"seconds": seconds}
-        return await self.race(self.client().post(route, body, **deadline))
+    async def post(self, route: str, body: Mapping[str, Any], seconds: float = CALL_TIMEOUT_S) -> dict[str, Any]:
+        """Post a request and return the reply. `seconds` is its deadline."""
+        return await self.race(self.client().post(route, body, seconds=seconds))
 
     async def control(self, route: str, body: Mapping[str, Any]) -> None:
         """Make a call that the scheduler handles between two batches.
@@ -209,15 +214,3 @@ class ServerConnection:
 
     def _log_tail(self) -> str:
         return f"; log: {self._server.spec.log}; its last lines:\n{self._server.tail()}" if self._server else ""
-
-    def _require_supported(self, version: str) -> None:
-        """Raise `EngineError` if the running server is too old. A version that cannot be read is accepted."""
-        try:
-            too_old = Version(version) < Version(OLDEST_SGLANG)
-        except InvalidVersion:
-            return
-        if too_old:
-            raise EngineError(
-                f"{self._spec.name} at {self._spec.url} runs SGLang {version}: servers of rollout.urls must run SGLang "
-                f"{OLDEST_SGLANG} or newer"
-            )

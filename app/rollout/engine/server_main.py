@@ -38,7 +38,10 @@ def main(parent: int) -> None:
     if "--enable-memory-saver" in sys.argv:
         forbid_expandable_segments(os.environ)
         prepend_library_folders(os.environ)
-    watch_host()
+    if os.fork() == 0:  # a process that kills the group when the host ends, children that are still starting included
+        while os.read(0, 1):
+            pass
+        os.killpg(0, signal.SIGKILL)
     mask_in_logs(key)
 
     from sglang.launch_server import run_server
@@ -59,14 +62,6 @@ def forbid_expandable_segments(environment: MutableMapping[str, str]) -> None:
             environment.pop(name)
             if options := without_expandable_segments(value):
                 environment[name] = options
-
-
-def watch_host() -> None:
-    """Fork a process that kills the process group when the host ends, including children that are still starting."""
-    if os.fork() == 0:
-        while os.read(0, 1):
-            pass
-        os.killpg(0, signal.SIGKILL)
 
 
 def mask_in_logs(secret: str) -> None:

@@ -18,17 +18,7 @@ import numpy as np
 from app.environment.wire import Answer, End, SampleRequest
 from app.rollout.episodes.episode_group import EpisodeGroup
 from app.rollout.episodes.sampled_sequence import SampledSequence
-from app.types import (
-    Completion,
-    Ending,
-    Episode,
-    FinishReason,
-    GroupRequest,
-    TokenSequence,
-    Trajectory,
-    Turn,
-    VersionSpan,
-)
+from app.types import Completion, Ending, Episode, GroupRequest, TokenSequence, Trajectory, Turn
 from app.worker.failures import FailureWindow
 from app.worker.remote import Job
 from app.worker.wire import Failed
@@ -45,11 +35,6 @@ class EpisodeLimits:
     max_response_tokens: int  # of a trajectory after its openings, observations included
     retries: int  # attempts after the first one failed
 
-    @property
-    def context(self) -> int:
-        """Tokens of a sequence."""
-        return self.max_prompt_tokens + self.max_response_tokens
-
 
 class EpisodeAttempt:
     """One episode, from its beginning to its end."""
@@ -60,12 +45,10 @@ class EpisodeAttempt:
         self.session = session
         self.limits = limits
         self.sequences: list[SampledSequence] = []
-        self.last: Completion | None = None
+        self.completions: list[Completion] = []  # of all requests, in the order of their ends
         self.full = False  # the last completion took all room that was left
         self.requests_sent = 0
         self.prompt_tokens = 0  # over all requests
-        self.cached_tokens = 0
-        self.verify_passes = 0
         self.engine_seconds = 0.0
         self._reserved = 0  # tokens that requests in flight may still sample
         self._released = asyncio.Event()  # a request in flight has ended
@@ -144,7 +127,6 @@ class EpisodeAttempt:
         finally:
             self._idle_since = self.group.requests.timeline.now()
 
-        self.last = completion
         self.full = completion.truncated and self._room(sequence) <= 0
         logprobs = completion.logprobs.tolist() if request.logprobs else None
         finish = completion.finish_reason.value
@@ -171,7 +153,8 @@ class EpisodeAttempt:
 
     def _room(self, sequence: SampledSequence) -> int:
         """Return how many tokens may be sampled for this sequence, were no other request in flight."""
-        return min(self._left, self.limits.context - sequence.tokens)
+        context = self.limits.max_prompt_tokens + self.limits.max_response_tokens
+        return min(self._left, context - sequence.tokens)
 
     async def _sample(self, sequence: SampledSequence, max_tokens: int) -> Completion:
         spec = self.group.spec
@@ -190,20 +173,14 @@ class EpisodeAttempt:
         (completion,) = await self.group.requests.send(request, spec.version, self.group.sticky_engine.engine)
         self.engine_seconds += time.perf_counter() - sent
         self.prompt_tokens += len(request.token_ids)
-        self.cached_tokens += completion.cached_tokens
-        self.verify_passes += completion.verify_passes
+        self.completions.append(completion)
         self.group.sampled_tokens += len(completion.token_ids)
         return completion
 
     def _trajectory(self, end: End, seconds: float) -> Trajectory:
         spec = self.group.spec
         sequences = tuple(sequence.join() for sequence in self.sequences if sequence.is_sampled)
-        nothing = Completion(
-            np.zeros(0, dtype=np.int32),
-            np.zeros(0, dtype=np.float32),
-            FinishReason.length,
-            (VersionSpan(spec.version(), 0, 0),),
-        )
+        nothing = Completion.nothing(spec.version())
         if not sequences:  # the policy was never called, or there was no room for a token
             context = self.sequences[0].context if self.sequences else spec.prompt.token_ids
             mask = np.zeros(len(context), dtype=bool)
@@ -221,11 +198,12 @@ class EpisodeAttempt:
                 "wall_seconds": seconds,
                 "engine_seconds": self.engine_seconds,
                 "prompt_tokens": float(self.prompt_tokens),
-                "cached_tokens": float(self.cached_tokens),
-                "verify_passes": float(self.verify_passes),
+                "cached_tokens": float(sum(each.cached_tokens for each in self.completions)),
+                "verify_passes": float(sum(each.verify_passes for each in self.completions)),
             },
         )
-        return Trajectory(spec.prompt, self.last or nothing, end.text, episode=episode)
+        last = self.completions[-1] if self.completions else nothing
+        return Trajectory(spec.prompt, last, end.text, episode=episode)
 
 
 async def played(

@@ -21,7 +21,7 @@ from app.rollout.engine.pool import EnginePool
 from app.rollout.episodes.attempt import EpisodeAttempt, EpisodeLimits, played
 from app.rollout.episodes.episode_group import EpisodeGroup, GroupSpec
 from app.rollout.requests import Requests
-from app.types import Prompt, Trajectory
+from app.types import Trajectory
 from app.worker.failures import FailureWindow
 from app.worker.wire import Failed
 
@@ -60,8 +60,11 @@ class Episodes:
             group.trajectories[number] = trajectory
 
     async def _attempt(self, group: EpisodeGroup, number: int) -> Trajectory | Failed:
-        prompt = group.spec.prompt
-        task = self._task(prompt, training=group.spec.training)
+        prompt, training = group.spec.prompt, group.spec.training
+        seed = zlib.crc32(f"{self.seed}/{prompt.id}".encode())
+        row = dict(prompt.row)
+        task = Task(prompt.id, prompt.question, prompt.answer, prompt.source, row, seed, training, prompt.messages)
+
         session = await self.environments.begin(task, prompt.token_ids.tolist())
         episode = EpisodeAttempt(group, number, session, self.limits)
         cancelled = False
@@ -72,11 +75,6 @@ class Episodes:
             raise
         finally:
             await session.close(force=cancelled)
-
-    def _task(self, prompt: Prompt, *, training: bool) -> Task:
-        seed = zlib.crc32(f"{self.seed}/{prompt.id}".encode())
-        row = dict(prompt.row)
-        return Task(prompt.id, prompt.question, prompt.answer, prompt.source, row, seed, training, prompt.messages)
 
     def _on_message(self) -> None:
         self.progress += 1

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 ROOT_CAUSE_GRACE_S = 0.5  # how long to collect further failures after the first one
 Calls = Mapping[str, Coroutine[Any, Any, Any]]  # by the name of the engine or the ranks
 TRAINER_RANKS = "trainer ranks"  # their name in messages
-SENDER_EXTENSION: Final = "weight_sync"  # the name under which a `Sender` is attached to every trainer rank
+SENDER_EXTENSION: Final = "weight_sync"  # the name of each trainer rank's `Sender` or `AdapterSender`
 
 
 @dataclass(frozen=True, slots=True)

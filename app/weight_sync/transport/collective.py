@@ -23,7 +23,6 @@ from app.errors import SyncError, one_line
 from app.protocols import RolloutEngine
 from app.trainer.rank import TrainerRank
 from app.trainer.remote import RemoteTrainer
-from app.utils.net import bracketed
 from app.weight_sync.buckets import ReadyBucket
 from app.weight_sync.sender import BUFFERS, Sender
 from app.weight_sync.transport.base import SENDER_EXTENSION, TRAINER_RANKS, Deadline, best_effort
@@ -134,7 +133,7 @@ class CollectiveTransport:
         calls: dict[str, Coroutine[Any, Any, Any]] = {}
         for index, engine in enumerate(engines):
             body = {
-                "master_address": bracketed(address),
+                "master_address": f"[{address}]" if ":" in address else address,  # of IPv6, as in a URL
                 "master_port": ports[0],
                 "rank_offset": 1 + index * self.tensor_parallel,
                 "world_size": world_size,
@@ -158,8 +157,7 @@ class CollectiveTransport:
 
     async def abort(self, trainer: RemoteTrainer) -> None:
         """Disconnect the source first: with Gloo its abort unblocks engines that wait inside a broadcast."""
-        name = self._name
-        self._name = None
+        name, self._name = self._name, None
         if name is None:
             return
         leaving = trainer.interrupt(SENDER_EXTENSION, BroadcastSender.leave, name)

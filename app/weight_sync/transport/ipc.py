@@ -79,7 +79,7 @@ class IpcTransport:
     sender = IpcSender
     route = "update_weights_from_tensor"  # deltas: sglang_plugin/delta_loader.py:DeltaLoader.from_ipc
 
-    def __init__(self, *, tensor_parallel: int, backend: str | None = None):  # it has no process group
+    def __init__(self, tensor_parallel: int):
         self.tensor_parallel = tensor_parallel
 
     async def connect(self, deadline: Deadline, trainer: RemoteTrainer, engines: Sequence[RolloutEngine]) -> bool:

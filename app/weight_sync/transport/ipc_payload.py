@@ -9,8 +9,6 @@ write such pickles and never load one.
 import base64
 import io
 import secrets
-from collections.abc import Iterator
-from contextlib import contextmanager
 from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
 from typing import Any
@@ -53,8 +51,13 @@ def serialize_bucket(buffer: Tensor, bucket: Bucket) -> str:
         content["flattened_tensor"] = _TensorByUuid(content["flattened_tensor"])
 
     pickled = io.BytesIO()
-    with _file_system_sharing():
+    # CPU memory as a named file: file descriptors can only be passed between related processes.
+    before = multiprocessing.get_sharing_strategy()
+    multiprocessing.set_sharing_strategy("file_system")
+    try:
         ForkingPickler(pickled).dump(content)
+    finally:
+        multiprocessing.set_sharing_strategy(before)
     return base64.b64encode(pickled.getvalue()).decode()
 
 
@@ -85,14 +88,3 @@ class _TensorByUuid:
         by_uuid = list(arguments)
         by_uuid[CUDA_DEVICE_ARGUMENT] = str(torch.cuda.get_device_properties(self.tensor.device).uuid)
         return rebuild, tuple(by_uuid)
-
-
-@contextmanager
-def _file_system_sharing() -> Iterator[None]:
-    """Share CPU memory as a named file: file descriptors can only be passed between related processes."""
-    before = multiprocessing.get_sharing_strategy()
-    multiprocessing.set_sharing_strategy("file_system")
-    try:
-        yield
-    finally:
-        multiprocessing.set_sharing_strategy(before)

@@ -97,8 +97,7 @@ class SyncProcessGroup:
             log.warning("process group %s: the collective library did not abort within %g s", self.name, LEAVE_S)
 
     def _leave(self) -> None:
-        process_group = self._process_group
-        self._process_group = None
+        process_group, self._process_group = self._process_group, None
         if process_group is None:
             return
 
@@ -123,7 +122,9 @@ class SyncProcessGroup:
                 PrefixStore(self.name, self._store),
                 group_name=self.name,  # type: ignore[arg-type]
                 backend_options=None,
-                timeout=timedelta(seconds=watchdog_seconds(self.timeout_s)),
+                # At this timeout, watchdogs of collective libraries end the whole process. Our own deadline comes first
+                # and ends the sync alone.
+                timeout=timedelta(seconds=2 * self.timeout_s + 60),
             )
             # `dist.broadcast` looks the source's rank up here; only torch's public constructors register a group.
             _world.pg_group_ranks[process_group] = {member: member for member in range(self.world_size)}
@@ -178,15 +179,3 @@ class Broadcast:
             self._failure = error
         finally:
             self.ended.set()
-
-
-def watchdog_seconds(timeout_s: float) -> float:
-    """Return the timeout of the process group itself, for waits of `timeout_s`.
-
-    Watchdogs of collective libraries end the whole process at this timeout. So it comes after our own deadline, which
-    ends the sync alone.
-
-    >>> watchdog_seconds(300)
-    660
-    """
-    return 2 * timeout_s + 60

@@ -5,7 +5,6 @@ changes nothing for other users of SGLang in the same environment.
 """
 
 import os
-from collections.abc import Iterator
 from multiprocessing import shared_memory
 from typing import Any
 
@@ -112,18 +111,13 @@ def add_report(reply: Any, scheduler: Any, *_: Any) -> Any:
 
 def unfinished(scheduler: Any) -> dict[str, int | None]:
     """Return the sampled tokens of each unfinished request by id; None while it waits to be scheduled."""
-    report: dict[str, int | None] = {request.rid: None for request in scheduler.waiting_queue}
-    report |= {request.rid: len(request.output_ids) for request in _scheduled(scheduler) if not request.finished()}
-    return report
-
-
-def _scheduled(scheduler: Any) -> Iterator[Any]:
     batches = [scheduler.running_batch, scheduler.last_batch]
     # With pipeline parallelism.
     batches += [*getattr(scheduler, "running_mbs", ()), *getattr(scheduler, "mbs", ())]
-    for batch in batches:
-        if batch is not None:
-            yield from batch.reqs
-
+    scheduled = [request for batch in batches if batch is not None for request in batch.reqs]
     if scheduler.chunked_req is not None:
-        yield scheduler.chunked_req
+        scheduled.append(scheduler.chunked_req)
+
+    report: dict[str, int | None] = {request.rid: None for request in scheduler.waiting_queue}
+    report |= {request.rid: len(request.output_ids) for request in scheduled if not request.finished()}
+    return report
