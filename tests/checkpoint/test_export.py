@@ -20,12 +20,14 @@ from app.device.torchvision_shim import transformers
 from app.errors import CheckpointError
 from app.mode.export import export_run
 from app.model.hf_directory import identity
+from app.recovery.run_lock import FolderInUse, run_lock
 from app.tracking.run_folder import CONFIG
 from app.trainer.step import TrainStep
 from tests.checkpoint.plain_files import DATA, flip_a_byte
 from tests.checkpoint.resume_scenarios import ALL_WEIGHTS, trainer_of
 from tests.checkpoint.saves import OneProcess
 from tests.compose import composed
+from tests.folders import content
 from tests.model.support import batch, save_qwen3, save_qwen35
 from tests.trainer.plain import transformers_model
 from tests.trainer.support import Scenario, scored_groups, train
@@ -119,6 +121,16 @@ def test_a_damaged_checkpoint_is_not_exported(exported: tuple[Path, Path]) -> No
     with pytest.raises(CheckpointError, match=r"step_3 .*__0_0\.distcp has checksum"):
         export_run(config_of(source), run)
     assert {each.name for each in run.iterdir()} == {"checkpoints", "driver.lock"}
+
+
+def test_a_run_that_is_being_written_is_not_exported_into(exported: tuple[Path, Path]) -> None:
+    source, run = exported
+    with run_lock(run):
+        before = content(run)
+        with pytest.raises(FolderInUse):
+            export_run(config_of(source), run)
+        assert content(run) == before
+    assert export_run(config_of(source), run) == run / "export"
 
 
 def test_the_command_exports_a_run_without_changing_its_records(exported: tuple[Path, Path]) -> None:
