@@ -1,4 +1,4 @@
-"""Which layers get an adapter, what is frozen, and the adapters' first values."""
+"""Which layers get an adapter, what is frozen, first values, and SGLang's form (PEFT's: checkpoint/test_adapters.py)."""
 
 from pathlib import Path
 
@@ -6,8 +6,9 @@ import torch
 
 from app.config.model import LoraConfig
 from app.model.load import load
-from app.model.lora.names import adapter_tensors, module_of
+from app.model.lora.names import adapter_tensors, delta, module_of, pairs, served
 from app.model.policy import PolicyModel, named_checkpoint_tensors, named_trained_tensors
+from tests.model.lora.support import move
 from tests.model.support import save_qwen3, save_qwen35
 
 
@@ -61,3 +62,20 @@ def test_first_values_depend_on_seed_and_name_alone(tmp_path: Path) -> None:
         assert not torch.equal(tensor, other[name]), name
         if name in again:
             assert torch.equal(tensor, again[name]), name
+
+
+def test_the_parts_of_a_fused_projection_add_the_rows_of_the_whole(tmp_path: Path) -> None:
+    """SGLang merges in_proj_q, _k, _v and _z; the checkpoint has in_proj_qkv, of 16 + 16 + 32 rows, and in_proj_z."""
+    policy = adapted(save_qwen35(tmp_path / "model"))
+    move(policy)
+    scale = LoraConfig(rank=4).scale
+    trained = dict(named_trained_tensors(policy))
+    forms = [form for name, tensor in trained.items() for form in served(name, tensor, policy.config)]
+    names = [name for name, _ in forms]
+    assert len(names) == len(set(names)) == len(trained) + 3 * 2 * 2  # three layers of linear attention
+    whole, parts = pairs(trained), pairs(dict(forms))
+    layer = "model.layers.1.linear_attn.in_proj_"
+    rows = [delta(*parts[f"{layer}{part}"], scale) for part in "qkv"]
+    assert [len(each) for each in rows] == [16, 16, 32]
+    assert torch.equal(torch.cat(rows), delta(*whole[f"{layer}qkv"], scale))
+    assert torch.equal(parts[f"{layer}z"][1], whole[f"{layer}z"][1])
