@@ -28,7 +28,7 @@ from tests.checkpoint.resume_scenarios import ALL_WEIGHTS, trainer_of
 from tests.checkpoint.saves import OneProcess
 from tests.compose import composed
 from tests.folders import content
-from tests.model.support import batch, save_qwen3, save_qwen35
+from tests.model.support import batch, logprobs_of, save_qwen3, save_qwen35
 from tests.trainer.plain import transformers_model
 from tests.trainer.support import Scenario, scored_groups, train
 from tests.trainer.test_step import GRPO
@@ -49,15 +49,6 @@ def trained(source: Path, run: Path, lora: LoraConfig = ALL_WEIGHTS, chat_templa
 
     asyncio.run(save())
     return step
-
-
-def logprobs_of(model: torch.nn.Module) -> torch.Tensor:
-    """Log-probabilities [N] of the batch's completions, of a model of transformers or PEFT."""
-    found = []
-    for sequence in batch(101).sequences:
-        logits = model(input_ids=sequence[None]).logits[0].double()
-        found.append(logits.log_softmax(-1)[:-1].gather(1, sequence[1:, None])[:, 0][1:])  # a prompt of two tokens
-    return torch.cat(found)
 
 
 def config_of(source: Path, **settings: str) -> RunConfig:

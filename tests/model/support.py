@@ -1,5 +1,6 @@
 """Random models and packed batches for the tests of `app.model`."""
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -10,6 +11,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from app.device.torchvision_shim import transformers
 from app.model.packing import Packing
@@ -205,6 +207,15 @@ def reference(path: Path, packed: Batch, temperature: float) -> tuple[Any, Tenso
     return model, torch.cat(logprobs), torch.cat(entropies)
 
 
+def logprobs_of(model: Any, temperature: float = 1.0) -> Tensor:
+    """Log-probabilities [N] of the completions of `batch(101)`, of a model of transformers or PEFT, one at a time."""
+    packed, found = batch(101), []
+    for sequence, prompt in zip(packed.sequences, packed.prompts, strict=True):
+        logits = model(input_ids=sequence[None], use_cache=False).logits[0].double() / temperature
+        found.append(logits.log_softmax(-1)[:-1].gather(1, sequence[1:, None])[prompt - 1 :, 0])
+    return torch.cat(found)
+
+
 def weights(packed: Batch) -> Tensor:
     """Weights [N] of the log-probabilities in a test loss."""
     return torch.linspace(-1.0, 1.0, len(packed.targets))
@@ -213,3 +224,20 @@ def weights(packed: Batch) -> Tensor:
 def relative(ours: Tensor, theirs: Tensor) -> float:
     """Largest difference relative to the largest value."""
     return ((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-12)).item()
+
+
+class Operators(TorchDispatchMode):
+    """Counts the operators that run and are no views, by name: `aten.mm.default`."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled parts stay compiled beside this mode."""
+        return True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names[str(func)] += not getattr(func, "is_view", False)
+        return func(*args, **(kwargs or {}))

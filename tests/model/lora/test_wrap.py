@@ -1,4 +1,4 @@
-"""Which layers get an adapter, what is frozen, first values, and the form of SGLang (PEFT: checkpoint/test_adapters.py)."""
+"""Which layers get adapters, what is frozen, first values, the form of SGLang. PEFT's: checkpoint/test_adapters.py."""
 
 from pathlib import Path
 
