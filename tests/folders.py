@@ -8,6 +8,7 @@ import sys
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -68,6 +69,16 @@ def content(folder: Path) -> dict[str, str]:
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
         for path in sorted(folder.rglob("*"))
     }
+
+
+def json_lines(path: Path) -> list[Any]:
+    """The objects of a file that has one a line; none without the file."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def warnings(folder: Path) -> list[str]:
+    """The texts of a run's warnings."""
+    return [line["text"] for line in json_lines(folder / "logs" / "warnings.jsonl")]
 
 
 def start_app(*arguments: str, cwd: Path, module: str = "app") -> subprocess.Popen[str]:

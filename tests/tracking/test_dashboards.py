@@ -10,7 +10,8 @@ import pytest
 
 from app.tracking import dashboards
 from app.tracking.dashboards import DashboardOptions, DashboardWorker, close_all
-from tests.tracking.records import offline, record, warnings
+from tests.folders import warnings
+from tests.tracking.records import offline, record
 
 
 def test_tensorboard_reads_back_the_curve_of_a_resumed_run_without_duplicates(tmp_path: Path) -> None:

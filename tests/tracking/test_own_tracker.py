@@ -1,12 +1,12 @@
 """A tracker of the user's own, named by its path in `tracking.use`."""
 
-import json
 import sys
 from pathlib import Path
 
 import pytest
 
 from app.tracking.recorder import RunFolderRecorder
+from tests.folders import json_lines
 from tests.tracking.records import group, metrics, offline
 
 FULL = """
@@ -45,8 +45,7 @@ def test_a_tracker_of_the_working_directory_gets_the_run_and_everything_it_asks_
         recorder.log(1, {**metrics(1), "lr": 0.5, "loss/policy": float("nan")})
         recorder.log(2, {**metrics(2), "reward/failed_fraction": 0.5})
 
-    path = run / "tracking" / f"{module}.Tracker" / "lines.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = json_lines(run / "tracking" / f"{module}.Tracker" / "lines.jsonl")
     assert lines[0] == ["open", "http://x", "hydra-posttrain", "runs/mine", 3]
     assert lines[1] == ["samples", 0, "eval", [["text 0", 1.0]]]
     assert lines[2] == ["log", 0, {"eval/accuracy": 0.25}]

@@ -8,6 +8,7 @@ import pytest
 from app.config import RunConfig
 from app.tracking.recorder import RunFolderRecorder
 from app.tracking.run_folder import samples
+from tests.folders import json_lines, warnings
 from tests.tracking.records import episode_group, group, metrics
 
 
@@ -25,7 +26,7 @@ def test_a_line_has_tokens_and_rewards_and_of_an_episode_every_turn_and_sequence
     path = samples.write_samples(tmp_path, 3, groups, 4, lambda ids: f"q{ids}")
     assert path == tmp_path / "samples/step_3.jsonl"
     assert path is not None
-    first, episode, failed, _ = (json.loads(line) for line in path.read_text().splitlines())
+    first, episode, failed, _ = json_lines(path)
     assert (first["prompt"], first["prompt_text"], first["answer"]) == ("arithmetic/7@0", "q[7, 1, 2]", "7")
     assert (first["completion"], first["reward"], first["reward_components"]) == ("text 0", 0.5, {"exact": 0.5})
     assert (first["tokens"], first["logprobs"], first["versions"]) == ([0], [-0.25], [[2, 0, 1]])
@@ -59,8 +60,7 @@ def test_a_sample_or_a_timeline_that_cannot_be_written_costs_a_warning_and_no_st
             recorder.log(step, metrics(step))
         recorder.log_eval(2, {"eval": {"accuracy": 0.75}}, [group(0, [0.0, 1.0])], broken)
         monkeypatch.undo()
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    rows = json_lines(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2]
     assert rows[1]["eval/accuracy"] == 0.75
-    warnings = [json.loads(line)["text"] for line in (tmp_path / "logs" / "warnings.jsonl").read_text().splitlines()]
-    assert [text.split()[0] for text in warnings] == ["samples", "timeline.json"]
+    assert [text.split()[0] for text in warnings(tmp_path)] == ["samples", "timeline.json"]
