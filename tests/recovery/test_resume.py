@@ -155,13 +155,6 @@ def test_a_run_of_epochs_is_continued_for_more_epochs_or_for_steps(
     assert (job.config.epochs, job.config.steps) == (epochs, steps)
 
 
-def test_a_summary_that_cannot_be_read_hinders_no_resume(tmp_path: Path) -> None:
-    run = a_run(tmp_path / "run", "steps=4", step=4, status="finished", reached=4)
-    (run / "summary.json").write_text('{"status": "fin')
-    resumption = settled(f"resume={run}").resumption
-    assert (resumption.accuracy, resumption.checkpoint) == (None, run / "checkpoints" / "step_4")
-
-
 def test_a_run_without_a_checkpoint_is_finished_or_starts_over_as_given(tmp_path: Path) -> None:
     done = a_run(tmp_path / "done", "steps=3", status="finished", reached=3)
     assert settled("resume=auto", folder=done).resumption.accuracy == 0.5
