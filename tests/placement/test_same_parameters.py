@@ -1,8 +1,8 @@
 """With recorded completions in place of sampling, fully_async at staleness 0 and colocate give the same parameters.
 
 So do episodes, and an environment that ends after one reply gives the same as no environment. The trainer is the real
-split step over a small random Qwen3; completions, their times and their rewards are recorded. Episodes are the real ones
-of driver and worker, with the worker's renderer; only its process is left out.
+split step over a small random Qwen3; completions, their times and their rewards are recorded. Of the episodes only the
+worker's process is left out.
 """
 
 import asyncio
