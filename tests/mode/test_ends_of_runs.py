@@ -17,6 +17,7 @@ from app.errors import EngineError, RunError
 from app.mode.train import CONTROLLERS, TrainingRun
 from app.placement import controller as placement_controller
 from app.placement import watchdog
+from app.placement.controller import CURSOR
 from app.types import MemoryUse, StepReport
 from tests.simulation import BOTH, SimEngine, SimTrainer, World, config, run_virtual, without_threads
 
@@ -51,10 +52,20 @@ def a_world(kind: PlacementKind, folder: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def training_run(world: World, context: Any) -> TrainingRun:
+    """The run of a world, with the workers of the context."""
+    inputs = SimpleNamespace(
+        prompts=SimpleNamespace(train=world.cursor, evals=context.evals),
+        restore=lambda saved: world.cursor.restore(saved[CURSOR]),
+        chat_template=None,
+        demonstrator=None,
+        demonstrations=None,
+    )
     workers: Any = SimpleNamespace(
+        inputs=inputs,
+        pool=context.pool,
         supervisor=context.supervisor,
+        rollouter=context.rollouter,
         monitor=context.supervisor.monitor,
-        inputs=SimpleNamespace(prompts=SimpleNamespace(train=world.cursor)),
     )
     run = TrainingRun(world.config, None, world.folder, world.recorder, workers)  # type: ignore[arg-type]
     run.checkpoints = context.checkpoints
