@@ -100,6 +100,15 @@ def run_app(*arguments: str, cwd: Path, module: str = "app") -> tuple[int, str]:
     return ended.returncode, ended.stdout
 
 
+def python(*words: str, cwd: Path = ROOT, **environment: str) -> str:
+    """The output of a new process of Python, which finds this checkout and must end with 0."""
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    command = [sys.executable, *words]
+    done = subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def run_new_app(*arguments: str, cwd: Path) -> tuple[int, str]:
     """Run the command to its end, in a new process, for what imports torch."""
     process = start_app(*arguments, cwd=cwd)

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.folders import ROOT
+from tests.folders import ROOT, python
 
 HELPERS = """
 import asyncio
@@ -28,8 +28,7 @@ REWARD = "def always_one(trajectories):\n    return [1.0 for _ in trajectories]\
 def test_the_public_names_import_no_heavy_library() -> None:
     names = "import sys, app; [getattr(app, name) for name in app.__all__]"
     heavy = "print(sorted({'torch', 'sglang', 'ray', 'transformers'} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", f"{names}; {heavy}"], cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout == "[]\n", done.stderr
+    assert python("-c", f"{names}; {heavy}") == "[]\n"
 
 
 def test_the_process_reaper_and_the_reward_workers_do_not_import_it(tmp_path: Path) -> None:

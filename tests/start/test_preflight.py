@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from app.start.input_checks import disk, free_bytes, model_files, plan_disk
 from app.start.inputs import CheckStage, CheckStatus, RunInputs
 from app.start.preflight import CHECKS, findings, preflight
 from tests.compose import composed, problems_of
+from tests.folders import python
 from tests.model.support import save_qwen3, save_qwen35
 from tests.refusals import refused
 
@@ -134,8 +133,7 @@ from tests.compose import composed
 tokens = preflight(composed()).tokenizer("1+2=")["input_ids"]
 print(len(tokens), "torch" in sys.modules)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout.splitlines()[-1] == "4 False"
+    assert python("-c", code).splitlines()[-1] == "4 False"
 
 
 @pytest.mark.parametrize("tensors", [{"mtp.fc.weight"}, set()])
