@@ -93,16 +93,14 @@ def test_a_group_is_one_request_to_the_reward_model(reader: Path, server_url: st
     tokenizer = build_tokenizer(512)
     tokenizer.save_pretrained(reader / "classifier")
     batch = [trajectory("46"), trajectory("")]
-    tokens = [tokenizer.apply_chat_template(conversation(each.text), return_dict=False) for each in batch]
+    asked = {"role": "user", "content": "what is it?"}
+    conversations = [[asked, {"role": "assistant", "content": each.text}] for each in batch]
+    tokens = [tokenizer.apply_chat_template(each, return_dict=False) for each in conversations]
 
     args = {"url": f"{server_url}/classify", "tokenizer": str(reader / "classifier")}
     with running_scorer(_target_="my_reward_model.RewardModel", args=args) as scorer:
         assert score(scorer, batch) == [len(each) for each in tokens]
     assert Server.groups == [tokens]
-
-
-def conversation(text: str) -> list[dict[str, str]]:
-    return [{"role": "user", "content": "what is it?"}, {"role": "assistant", "content": text}]
 
 
 # --- environments, in real workers

@@ -95,15 +95,6 @@ def in_bfloat16(mesh: DeviceMesh, path: Path, scenario: Scenario) -> tuple[Resul
     return play(path, scenario, mesh), dtypes, base
 
 
-def gradients_without_fsdp(path: Path, scenario: Scenario) -> dict[str, Tensor]:
-    step = make_step(path, scenario)
-    for name, parameter in step.model.named_parameters():
-        if name.endswith("conv1d.weight"):  # computes with the decays, in float32
-            parameter.data = parameter.data.float()
-    train(step, scenario)
-    return step.optimizer.gradients[0]  # type: ignore[attr-defined]
-
-
 def test_a_bfloat16_base_and_float32_adapters_train_in_one_fsdp_group(
     linear: Path, groups: list[ScoredGroup], tmp_path: Path
 ) -> None:
@@ -113,7 +104,13 @@ def test_a_bfloat16_base_and_float32_adapters_train_in_one_fsdp_group(
     two, same_dtypes, same_base = run_on(2, in_bfloat16, tmp_path / "two", linear, scenario)
     float32 = {f"{name} torch.float32" for name in ("lora_A", "lora_B", "A_log", "dt_bias")}
     assert dtypes == same_dtypes == {"base torch.bfloat16"} | float32
-    plain_module = gradients_without_fsdp(linear, scenario)
+
+    step = make_step(linear, scenario)  # without FSDP
+    for name, parameter in step.model.named_parameters():
+        if name.endswith("conv1d.weight"):  # computes with the decays, in float32
+            parameter.data = parameter.data.float()
+    train(step, scenario)
+    plain_module = step.optimizer.gradients[0]  # type: ignore[attr-defined]
     for name, gradient in one.gradients[0].items():
         assert gradient.dtype == one.after[name].dtype == torch.float32
         assert relative(gradient, plain_module[name]) < 1e-2, name  # each microbatch's gradient is rounded
