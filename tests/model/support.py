@@ -15,6 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from app.device.torchvision_shim import transformers
 from app.model.packing import Packing
+from app.trainer import microbatch
+from app.types import TokenSequence
 from tests.tiny_models.tokenizer import build_tokenizer
 
 LENGTHS = (5, 17, 3, 16, 9, 1)  # the last one has no completion token
@@ -44,44 +46,23 @@ def batch(vocabulary: int, lengths: tuple[int, ...] = LENGTHS, *, prompt: int = 
 
 
 def siblings(vocabulary: int, *, prompts: tuple[int, ...] = (6, 1, 9), group: int = 3, seed: int = 0) -> Batch:
-    """Random groups of sequences with one prompt each, whose tokens but the last are packed once."""
+    """Random groups of sequences with one prompt each, whose tokens but the last are packed once, as a trainer does."""
     generator = torch.Generator().manual_seed(seed)
-    sequences = []
-    for length in prompts:
+    sequences: list[Tensor] = []
+    samples = []
+    for number, length in enumerate(prompts):
         prompt = torch.randint(4, vocabulary, (length,), generator=generator)
         for member in range(group):
             completion = torch.randint(4, vocabulary, (3 * member + 1,), generator=generator)
             sequences.append(torch.cat([prompt, completion]))
+            sampled = np.arange(len(sequences[-1])) >= length
+            sequence = TokenSequence.demonstration(sequences[-1].numpy(), sampled)
+            samples.append(microbatch.Sample(sequence, 0.0, 1.0, (str(number), member, 0), len(completion)))
 
-    ids: list[int] = []
-    positions: list[int] = []
-    tokens: list[int] = []
-    starts = [0]
-    logit_positions = []
-    targets = []
-    for index, sequence in enumerate(sequences):
-        prompt_tokens = prompts[index // group]
-        first = starts[index - index % group]  # place of the prompt in the first sequence of the group
-        for position, token in enumerate(sequence.tolist()):
-            if index % group and position < prompt_tokens - 1:
-                tokens.append(tokens[first + position])
-                continue
-            if position >= prompt_tokens:
-                logit_positions.append(len(ids) - 1)
-                targets.append(token)
-            tokens.append(len(ids))
-            ids.append(token)
-            positions.append(position)
-        starts.append(len(tokens))
-    return Batch(
-        sequences=sequences,
-        prompts=[length for length in prompts for _ in range(group)],
-        input_ids=torch.tensor(ids)[None],
-        position_ids=torch.tensor(positions)[None],
-        packing=Packing.of(starts, tokens=np.array(tokens)),
-        logit_positions=torch.tensor(logit_positions),
-        targets=torch.tensor(targets),
-    )
+    packed = microbatch.pack(samples, torch.device("cpu"))
+    lengths = [length for length in prompts for _ in range(group)]
+    of_logits = (packed.logit_positions, packed.targets)
+    return Batch(sequences, lengths, packed.input_ids, packed.position_ids, packed.packing, *of_logits)
 
 
 def pack(sequences: list[Tensor], prompt: int = 2) -> Batch:
