@@ -281,11 +281,7 @@ def trainer_fails(world: World) -> None:
     }
 
 
-def finish_fails(world: World) -> None:
-    world.trainer.fail = {"finish_step": TrainerError("rank 3 failed on purpose")}
-
-
-@pytest.mark.parametrize("breaks", [reward_fails, trainer_fails, finish_fails])
+@pytest.mark.parametrize("breaks", [reward_fails, trainer_fails])
 def test_a_failure_anywhere_ends_the_run_with_its_own_sentence(tmp_path: Path, breaks: Callable[[World], None]) -> None:
     world = World(config(max_staleness=2), tmp_path)
     breaks(world)
