@@ -11,8 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.npu_downloads import fetch_npu_packages, fetched_requirements
-from tests.launch.shell import PYTHON, ROOT, bash, dry_run, options, tool
+from tests.launch.shell import (
+    PYTHON,
+    ROOT,
+    bash,
+    dry_run,
+    fetch_npu_packages,
+    fetched_requirements,
+    options,
+    tool,
+)
 from tests.waiting import until
 
 SCRIPTS = sorted([*(ROOT / "launch").glob("*.sh"), *(ROOT / "launch").glob("*.sbatch")])

@@ -1,12 +1,15 @@
 """Whose folder it is: refused starts change nothing, default folders differ, and nothing finished is overwritten."""
 
+import os
 import shutil
+import socket
 from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
 
 from app.errors import RunError
+from app.recovery.run_lock import LOCK, FolderInUse, run_lock
 from app.start.output_folder import output_folder
 from app.start.settle import settle
 from app.tracking.recorder import RunFolderRecorder
@@ -152,3 +155,30 @@ def test_a_mode_that_does_not_write_and_a_refused_start_leave_no_folder(words: s
     code, text = run_app(*words.split(), cwd=tmp_path)
     assert code == (0 if words == "mode=plan" else 2), text
     assert content(tmp_path) == {}
+
+
+# --- the lock of a folder
+
+
+def test_a_second_process_is_refused_with_the_name_of_the_first_and_changes_nothing(tmp_path: Path) -> None:
+    with run_lock(tmp_path):
+        before = content(tmp_path)
+        holder = f"process {os.getpid()} on {socket.gethostname()}"
+        with pytest.raises(FolderInUse) as refused, run_lock(tmp_path):
+            raise AssertionError("two drivers")
+        assert str(tmp_path) in str(refused.value)
+        assert str(holder) in str(refused.value)
+        assert content(tmp_path) == before
+
+
+def test_a_lock_that_is_released_is_taken_again_under_the_name_of_the_next(tmp_path: Path) -> None:
+    (tmp_path / LOCK).write_text("process 1 on a machine with a long name\n")
+    for _ in range(2):
+        with run_lock(tmp_path):
+            assert (tmp_path / LOCK).read_text() == f"process {os.getpid()} on {socket.gethostname()}\n"
+
+
+def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(RunError, match=r"file/run.*Not a directory"), run_lock(tmp_path / "file/run"):
+        raise AssertionError("locked")
