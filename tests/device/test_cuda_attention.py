@@ -64,9 +64,10 @@ class Switch:
         ({}, DEFAULT, False),
     ],
 )
-def test_the_fastest_kernels_that_equal_the_default_are_used_and_nothing_is_timed_where_it_alone_works(
+def test_the_fastest_kernels_that_equal_the_default_are_used(
     implementations: Implementations, used: str, timed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Nothing is timed where the default alone works."""
     switch = Switch(**implementations).install(monkeypatch)
     assert activate_flash_attention(HEADS) == used
     assert (switch.active, bool(switch.timed)) == (used, timed)
