@@ -8,6 +8,7 @@ import sys
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -70,6 +71,16 @@ def content(folder: Path) -> dict[str, str]:
     }
 
 
+def json_lines(path: Path) -> list[Any]:
+    """The objects of a file that has one a line; none without the file."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def warnings(folder: Path) -> list[str]:
+    """The texts of a run's warnings."""
+    return [line["text"] for line in json_lines(folder / "logs" / "warnings.jsonl")]
+
+
 def start_app(*arguments: str, cwd: Path, module: str = "app") -> subprocess.Popen[str]:
     """Start the command in another folder. Its output is one stream."""
     return subprocess.Popen(
@@ -87,6 +98,15 @@ def run_app(*arguments: str, cwd: Path, module: str = "app") -> tuple[int, str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     ended = run_warm(*arguments, cwd=cwd, environment=environment, module=module, one_stream=True)
     return ended.returncode, ended.stdout
+
+
+def python(*words: str, cwd: Path = ROOT, **environment: str) -> str:
+    """The output of a new process of Python, which finds this checkout and must end with 0."""
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    command = [sys.executable, *words]
+    done = subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def run_new_app(*arguments: str, cwd: Path) -> tuple[int, str]:

@@ -6,7 +6,7 @@ Those go first, then the other files that take long, so that no worker is left w
 from xdist.scheduler import LoadScopeScheduling
 
 RAY: tuple[str, ...] = (  # with a test that uses the fixture `ray_session`, which names one that is missing here
-    "cluster/test_actors.py",
+    "cluster/test_engine_factory.py",
     "cluster/test_reservation.py",
     "cpu_engine/test_batched_attention.py",
     "offload/",

@@ -2,17 +2,15 @@
 
 import ast
 import re
-import subprocess
-import sys
 import tomllib
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from tests.folders import ROOT, python
 from tests.test_floors import APP, module_of, room_of
 
-ROOT = APP.parent
 CEILINGS = tomllib.loads(Path(__file__).with_name("ceilings.toml").read_text())
 LINES = {path: len(path.read_text().splitlines()) for path in APP.rglob("*.py")}
 WAYS = {"row": "A row's way", "setting": "A setting's way", "rank": "A dead rank's way"}
@@ -49,8 +47,7 @@ def test_packages_and_classes_stay_small() -> None:
 
 
 def test_help_lists_no_more_settings_than_its_ceiling() -> None:
-    done = subprocess.run([sys.executable, "-m", "app", "--help"], cwd=ROOT, capture_output=True, text=True, check=True)
-    settings = re.findall(r"^  [a-z_0-9.]+ = ", done.stdout, re.M)
+    settings = re.findall(r"^  [a-z_0-9.]+ = ", python("-m", "app", "--help"), re.M)
     assert 0 < len(settings) <= CEILINGS["settings"]["help"]
 
 

@@ -1,8 +1,16 @@
-"""Files are UTF-8 whatever the locale is: `zh_CN.GB18030` is common on clusters, and model files are in UTF-8."""
+"""Files are UTF-8 whatever the locale is: `zh_CN.GB18030` is common on clusters, and model files are in UTF-8.
+
+A terminal need not be: characters that it lacks end nothing.
+"""
 
 import ast
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
 METHODS = ("read_text", "write_text")
@@ -36,3 +44,12 @@ def test_the_application_reads_and_writes_text_as_utf8() -> None:
         for line in without_encoding(ast.parse(file.read_text(encoding="utf-8")))
     ]
     assert found == []
+
+
+@pytest.mark.parametrize("option", ["--help", "mode=plan"])
+def test_characters_that_the_terminal_lacks_end_nothing(option: str) -> None:
+    """With `→` in what is printed."""
+    environment = {**os.environ, "PYTHONIOENCODING": "latin-1"}
+    done = subprocess.run([sys.executable, "-m", "app", option], env=environment, cwd=ROOT, capture_output=True)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout.decode("latin-1")

@@ -5,9 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-from tests.folders import ROOT
+from tests.folders import ROOT, python
 
 HELPERS = """
 import asyncio
@@ -27,28 +25,22 @@ with process_reaper():
 REWARD = "def always_one(trajectories):\n    return [1.0 for _ in trajectories]\n"
 
 
-@pytest.fixture
-def cwd(tmp_path: Path) -> Path:
-    """A project of the user's own, whose package `app` must not be imported."""
-    folder = tmp_path / "project"
-    for package in ("app", "app/reward", "app/rollout", "app/cluster"):
-        (folder / package).mkdir(parents=True)
-        (folder / package / "__init__.py").write_text("raise RuntimeError('the foreign package was imported')\n")
-    (folder / "my_rewards.py").write_text(REWARD)
-    return folder
-
-
 def test_the_public_names_import_no_heavy_library() -> None:
     names = "import sys, app; [getattr(app, name) for name in app.__all__]"
     heavy = "print(sorted({'torch', 'sglang', 'ray', 'transformers'} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", f"{names}; {heavy}"], cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout == "[]\n", done.stderr
+    assert python("-c", f"{names}; {heavy}") == "[]\n"
 
 
-def test_the_process_reaper_and_the_reward_workers_do_not_import_it(cwd: Path, tmp_path: Path) -> None:
+def test_the_process_reaper_and_the_reward_workers_do_not_import_it(tmp_path: Path) -> None:
+    project = tmp_path / "project"
+    for package in ("app", "app/reward", "app/rollout", "app/cluster"):
+        (project / package).mkdir(parents=True)
+        (project / package / "__init__.py").write_text("raise RuntimeError('the foreign package was imported')\n")
+    (project / "my_rewards.py").write_text(REWARD)
+
     script = tmp_path / "posttrain"
     script.write_text(HELPERS)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}  # stands for the installation
     command = [sys.executable, str(script)]
-    result = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=280)
+    result = subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True, timeout=280)
     assert (result.stdout, result.stderr) == ("True\n", "")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from app.algorithm.custom_functions import require_own
-from app.config.algorithm import Aggregation, AlgorithmConfig, Correction, OldPolicy, RatioLevel
+from app.config.algorithm import Aggregation, AlgorithmConfig, Correction, OldPolicy
 from tests.refusals import refused
 
 from .cases import random_case, update
@@ -141,18 +141,3 @@ def test_a_function_that_cannot_be_used_is_refused(setting: str, name: str, own:
     require_own(usable)
     with refused(f"algorithm.{setting}", f"{own}.{name}"):
         require_own(replace(usable, **{setting: f"{own}.{name}"}))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("settings", "key"),
-    [
-        ({"objective": "ppo2"}, "algorithm.objective"),
-        ({"advantage": "gae"}, "algorithm.advantage"),
-        ({"objective": "dppo"}, "algorithm.objective"),
-        ({"objective": "dppo", "old_policy": OldPolicy.rollout, "ratio": RatioLevel.sequence}, "algorithm.objective"),
-        ({"advantage": "maxrl", "overlong_buffer_fraction": 0.2}, "algorithm.overlong_buffer_fraction"),
-    ],
-)
-def test_settings_that_do_not_go_together_are_refused(settings: dict[str, object], key: str) -> None:
-    with refused(key):
-        AlgorithmConfig(**settings).validate()  # type: ignore[arg-type]

@@ -17,8 +17,8 @@ from app.device.torchvision_shim import transformers
 from app.errors import CheckpointError
 from app.mode.export import export_run
 from app.model.hf_directory import identity
-from tests.checkpoint.test_export import config_of, logprobs_of, trained
-from tests.model.support import batch, save_qwen3, save_qwen35
+from tests.checkpoint.test_export import config_of, trained
+from tests.model.support import batch, logprobs_of, save_qwen3, save_qwen35
 from tests.trainer.plain import transformers_model
 
 LORA = LoraConfig(rank=3, alpha=2.0)

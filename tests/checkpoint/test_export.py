@@ -20,13 +20,15 @@ from app.device.torchvision_shim import transformers
 from app.errors import CheckpointError
 from app.mode.export import export_run
 from app.model.hf_directory import identity
+from app.recovery.run_lock import FolderInUse, run_lock
 from app.tracking.run_folder import CONFIG
 from app.trainer.step import TrainStep
 from tests.checkpoint.plain_files import DATA, flip_a_byte
 from tests.checkpoint.resume_scenarios import ALL_WEIGHTS, trainer_of
 from tests.checkpoint.saves import OneProcess
 from tests.compose import composed
-from tests.model.support import batch, save_qwen3, save_qwen35
+from tests.folders import content
+from tests.model.support import batch, logprobs_of, save_qwen3, save_qwen35
 from tests.trainer.plain import transformers_model
 from tests.trainer.support import Scenario, scored_groups, train
 from tests.trainer.test_step import GRPO
@@ -47,15 +49,6 @@ def trained(source: Path, run: Path, lora: LoraConfig = ALL_WEIGHTS, chat_templa
 
     asyncio.run(save())
     return step
-
-
-def logprobs_of(model: torch.nn.Module) -> torch.Tensor:
-    """Log-probabilities [N] of the batch's completions, of a model of transformers or PEFT."""
-    found = []
-    for sequence in batch(101).sequences:
-        logits = model(input_ids=sequence[None]).logits[0].double()
-        found.append(logits.log_softmax(-1)[:-1].gather(1, sequence[1:, None])[:, 0][1:])  # a prompt of two tokens
-    return torch.cat(found)
 
 
 def config_of(source: Path, **settings: str) -> RunConfig:
@@ -119,6 +112,16 @@ def test_a_damaged_checkpoint_is_not_exported(exported: tuple[Path, Path]) -> No
     with pytest.raises(CheckpointError, match=r"step_3 .*__0_0\.distcp has checksum"):
         export_run(config_of(source), run)
     assert {each.name for each in run.iterdir()} == {"checkpoints", "driver.lock"}
+
+
+def test_a_run_that_is_being_written_is_not_exported_into(exported: tuple[Path, Path]) -> None:
+    source, run = exported
+    with run_lock(run):
+        before = content(run)
+        with pytest.raises(FolderInUse):
+            export_run(config_of(source), run)
+        assert content(run) == before
+    assert export_run(config_of(source), run) == run / "export"
 
 
 def test_the_command_exports_a_run_without_changing_its_records(exported: tuple[Path, Path]) -> None:

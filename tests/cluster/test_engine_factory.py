@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import ray
@@ -30,16 +29,12 @@ def factory(ray_session: None, tmp_path: Path) -> Iterator[EngineFactory]:
 
 
 def test_engines_and_their_replacements_sample_different_noise(factory: EngineFactory) -> None:
-    seeds = [seed_of_next(factory, index) for index in (0, 1, 0, 0)]
-    assert len(set(seeds)) == 4
-
-
-def seed_of_next(factory: EngineFactory, index: int) -> object:
-    """The seed of the next engine at this index, whose host ends again: its device is for one at a time."""
-    host = factory(index).actor
-    seed = ray.get(host.__ray_call__.remote(lambda host: host.spec.server.flags["random-seed"]), timeout=120)
-    ray.kill(host)
-    return seed
+    seeds = set()
+    for index in (0, 1, 0, 0):
+        host = factory(index).actor
+        seeds.add(ray.get(host.__ray_call__.remote(lambda host: host.spec.server.flags["random-seed"]), timeout=120))
+        ray.kill(host)  # its device is for one at a time
+    assert len(seeds) == 4
 
 
 def test_a_rank_sets_its_variables_before_torch_is_imported(
@@ -50,16 +45,13 @@ def test_a_rank_sets_its_variables_before_torch_is_imported(
     device = replace(factory.device, trainer_defaults=device_of(DeviceKind.npu).trainer_defaults)
     trainer = make_trainer(factory.config, device, tmp_path, tmp_path, factory.placement)
     (rank,) = trainer.ranks
-    variables, imported = ray.get(rank.__ray_call__.remote(_variables_and_torch), timeout=120)
+    look = rank.__ray_call__.remote(lambda _: (dict(os.environ), "torch" in sys.modules))
+    variables, imported = ray.get(look, timeout=120)
     ray.kill(rank)
     assert not imported
     assert factory.device.trainer_env.items() <= variables.items()
     assert variables["PYTHONUTF8"] == "1"
     assert (variables["CPU_AFFINITY_CONF"], variables["TASK_QUEUE_ENABLE"]) == ("0", "2")
-
-
-def _variables_and_torch(_: Any) -> tuple[dict[str, str], bool]:
-    return dict(os.environ), "torch" in sys.modules
 
 
 @pytest.mark.parametrize(

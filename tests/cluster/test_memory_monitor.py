@@ -53,6 +53,7 @@ def test_an_engine_keeps_its_name_while_another_one_is_lost(monkeypatch: pytest.
     pool = EnginePool([engine(), engine(20 * MIB, 0.98)])
     pool.mark_lost(pool.engines[0], EngineLost("engine 0 was killed"))
     monitor = MemoryMonitor(SimTrainer(), pool, fail)
-    assert asyncio.run(monitor.sample())["memory/engine_rss_mib"] == 20
+    metrics = asyncio.run(monitor.sample())
+    assert (metrics["memory/engine_rss_mib"], metrics["memory/host_used_fraction"]) == (20, 0.98)
     with pytest.raises(RunError, match=r"the machine of engine 1 has used 98\.0% .* engine 1 with 20 MiB"):
         monitor.check()

@@ -26,22 +26,6 @@ def test_the_flags_read_from_its_source_are_those_of_sglangs_own_parser() -> Non
     assert known_flags() == {flag.removeprefix("--") for flag in flags}
 
 
-@pytest.mark.parametrize(
-    ("flag", "value"),
-    [
-        ("quantization", "fp8"),
-        ("enable-deterministic-inference", True),
-        ("quantizatio", "fp8"),  # an abbreviation, which argparse takes
-        ("not-a-flag", 1),
-        ("context-length", "bogus"),
-        ("context-len", "bogus"),
-    ],
-)
-def test_a_flag_with_which_training_would_be_wrong_or_fail_is_refused(flag: str, value: object) -> None:
-    with refused(f"{KEY}.{flag}", value):
-        check_engine_flags(KEY, {flag: value})
-
-
 @pytest.mark.parametrize("scores", [False, True])
 @pytest.mark.parametrize("flag", ["model-path", "tp-size", "tensor-parallel-size", "host", "port", "api-key"])
 def test_a_flag_that_a_setting_decides_is_refused(flag: str, scores: bool) -> None:

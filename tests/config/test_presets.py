@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hydra import compose, initialize_config_dir
 
-from app.config import compose as configuration
 from app.config.algorithm import Aggregation, AlgorithmConfig, Correction, OldPolicy, RatioLevel
 from app.config.device import DeviceKind
 from app.config.model import TINY_PRESETS
@@ -20,7 +18,7 @@ from app.main import conf_path
 from app.mode.plan.memory import plan_memory
 from app.model.architecture import architecture_of
 from app.utils.units import GIB
-from tests.compose import composed
+from tests.compose import composed, jobs_of
 
 CONF = Path(conf_path())
 CPU_EXPERIMENTS = ["cpu1_smollm2", "tiny_tools"]
@@ -152,16 +150,7 @@ def test_a_preset_leaves_a_tenth_of_each_of_its_cards(composition: list[str]) ->
 
 @pytest.mark.parametrize("name", [name for name in SWEEPS if name != "optuna"])
 def test_every_job_of_a_sweep_composes(name: str) -> None:
-    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-
-    configuration.register()
-    with initialize_config_dir(conf_path(), version_base="1.3"):
-        composition = compose("config", [f"sweep={name}"], return_hydra_config=True)
-    assert composition.hydra.mode.name == "MULTIRUN"
-    lines = [f"{key}={values}" for key, values in composition.hydra.sweeper.params.items()]
-    (jobs,) = BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(lines), None)
+    jobs = jobs_of([f"sweep={name}"], multirun=True)
     assert 6 <= len(jobs) <= 9
-
     for job in jobs:
         composed(*job)

@@ -1,7 +1,6 @@
 """Composition of every choice, and what follows from the composed settings."""
 
 import re
-from pathlib import Path
 
 import pytest
 
@@ -10,7 +9,6 @@ from app.device import device_of
 from app.rollout.engine.server_args import engine_flags
 from app.types import InFlight
 from tests.compose import composed
-from tests.refusals import refused
 from tests.warm import run_warm
 
 
@@ -18,24 +16,6 @@ from tests.warm import run_warm
 def test_engines_get_a_tokenizer_for_stop_strings(stop: list[str]) -> None:
     config = composed(f"rollout.stop={stop}")
     assert engine_flags(config, device_of(config.device.kind))["skip-tokenizer-init"] == (not stop)
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [["device=cpu"], ["rollout.urls=[http://here]"], ["model=qwen35_9b_lora"], ["weight_sync.verify=first"]],
-)
-def test_drafts_are_refused_where_engines_would_not_sample_as_without(overrides: list[str]) -> None:
-    given = ["device=cuda", "model=qwen35_9b", *overrides]
-    composed(*given).validate()
-    with refused("rollout.speculative", "mtp"):
-        composed(*given, "rollout.speculative=mtp")
-
-
-def test_what_drafts_is_named_by_its_directory(tmp_path: Path) -> None:
-    given = ["device=cuda", "model=qwen3_4b"]
-    assert composed(*given, f"rollout.speculative={tmp_path}").rollout.drafts
-    with refused("rollout.speculative", "none/here"):
-        composed(*given, "rollout.speculative=none/here")
 
 
 def test_a_decay_lasts_for_all_updates_of_all_steps() -> None:

@@ -19,7 +19,7 @@ from packaging.version import Version
 
 from tests.device.packages import installed, wheel
 from tests.folders import ROOT
-from tests.launch.test_images import arguments
+from tests.launch.test_images import arguments, pins
 from tests.real_stack.record import same
 
 FILE = ROOT / "tests" / "device" / "claims.toml"
@@ -76,10 +76,8 @@ def pinned() -> dict[str, set[str]]:
     """Package → its versions in the requirements, the images and pyproject.toml."""
     found: dict[str, set[str]] = defaultdict(set)
     for file in (ROOT / "launch" / "requirements").glob("*.txt"):
-        for line in file.read_text().splitlines():
-            name, equals, pin = line.partition("==")
-            if equals:
-                found[canonicalize_name(name.partition("[")[0])].add(pin)
+        for name, pin in pins(file.name).items():
+            found[canonicalize_name(name)].add(pin)
     for argument, name in BUILT.items():
         found[name].add(arguments("Dockerfile.npu")[argument].removeprefix("v"))
     found["sglang"].add(arguments("Dockerfile.cuda")["SGLANG_VERSION"])

@@ -51,33 +51,26 @@ class Switch:
 
 
 @pytest.mark.parametrize(
-    ("implementations", "used"),
+    ("implementations", "used", "timed"),
     [
-        ({"FA4": (1.0, 2.0), "FA3": (1.0, 1.0)}, "FA3"),
-        ({"FA4": (1.0, 1.0), "FA3": (1.0, 2.0)}, "FA4"),
-        ({"FA4": (1.0, 4.0), "FA3": (1.0, 5.0)}, DEFAULT),
-        ({"FA3": (1.01, 1.0)}, "FA3"),  # not exactly equal: another order of summation
-        ({"FA4": (1.1, 1.0), "FA3": (1.0, 2.0)}, "FA3"),
-        ({"FA4": (float("nan"), 1.0)}, DEFAULT),
-        ({"FA4": RuntimeError("no backward for this head")}, DEFAULT),
-        ({}, DEFAULT),
+        ({"FA4": (1.0, 2.0), "FA3": (1.0, 1.0)}, "FA3", True),
+        ({"FA4": (1.0, 1.0), "FA3": (1.0, 2.0)}, "FA4", True),
+        ({"FA4": (1.0, 4.0), "FA3": (1.0, 5.0)}, DEFAULT, True),
+        ({"FA3": (1.01, 1.0)}, "FA3", True),  # not exactly equal: another order of summation
+        ({"FA4": (1.1, 1.0), "FA3": (1.0, 2.0)}, "FA3", True),
+        ({"FA4": (1.1, 1.0)}, DEFAULT, False),
+        ({"FA4": (float("nan"), 1.0)}, DEFAULT, False),
+        ({"FA4": RuntimeError("no backward for this head")}, DEFAULT, False),
+        ({}, DEFAULT, False),
     ],
 )
 def test_the_fastest_kernels_that_equal_the_default_are_used(
-    implementations: Implementations, used: str, monkeypatch: pytest.MonkeyPatch
+    implementations: Implementations, used: str, timed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Nothing is timed where the default alone works."""
     switch = Switch(**implementations).install(monkeypatch)
     assert activate_flash_attention(HEADS) == used
-    assert switch.active == used
-
-
-@pytest.mark.parametrize("implementations", [{}, {"FA4": (1.1, 1.0)}], ids=["none", "a wrong one"])
-def test_nothing_is_timed_where_the_default_alone_works(
-    implementations: Implementations, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    switch = Switch(**implementations).install(monkeypatch)
-    assert activate_flash_attention(HEADS) == DEFAULT
-    assert switch.timed == []
+    assert (switch.active, bool(switch.timed)) == (used, timed)
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (12, 0), None], ids=["8", "12", "a torch without the switch"])

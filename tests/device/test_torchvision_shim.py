@@ -1,14 +1,11 @@
 """torchvision's two operators are declared only where torch cannot load torchvision's own library."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.device.packages import ROOT
+from tests.folders import ROOT, python
 
 # Import torchvision's library again afterwards, as torchvision does: a second definition would abort the process.
 SCRIPT = """
@@ -47,10 +44,7 @@ def test_the_operators_are_declared_where_torchvisions_library_does_not_load(
     (tmp_path / "torchvision").mkdir()
     for file in ("__init__.py", "_C.so"):
         (tmp_path / "torchvision" / file).touch()
-    command = [sys.executable, "-c", SCRIPT.format(loader=loader), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == [str(own), "True", "True"]
+    assert python("-c", SCRIPT.format(loader=loader), str(tmp_path)).split() == [str(own), "True", "True"]
 
 
 def test_setup_declares_both_in_an_environment_whose_torchvision_has_none(tmp_path: Path) -> None:
@@ -61,16 +55,10 @@ def test_setup_declares_both_in_an_environment_whose_torchvision_has_none(tmp_pa
         "import torch\nfrom torchvision import extension\n"
         "print(torch.ops.torchvision.nms, torch.ops.torchvision.qnms)\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-
-    def python(*words: str) -> str:
-        done = subprocess.run([sys.executable, *words], capture_output=True, text=True, cwd=tmp_path, env=environment)
-        assert done.returncode == 0, done.stderr
-        return done.stdout.strip()
-
-    declare = str(ROOT / "launch" / "torchvision_operators.py")
-    python(declare)
+    declare, there = str(ROOT / "launch" / "torchvision_operators.py"), str(tmp_path)
+    python(declare, cwd=tmp_path, PYTHONPATH=there)
     once = (package / "extension.py").read_text()
-    python(declare)
+    python(declare, cwd=tmp_path, PYTHONPATH=there)
     assert (package / "extension.py").read_text() == once
-    assert python("-c", "import torchvision") == "torchvision.nms torchvision.qnms"
+    names = "torchvision.nms torchvision.qnms"
+    assert python("-c", "import torchvision", cwd=tmp_path, PYTHONPATH=there).strip() == names

@@ -46,10 +46,6 @@ def prose(text: str) -> str:
     return textwrap.fill(text, WIDTH) + "\n"
 
 
-def percent(value: float) -> str:
-    return f"{100 * value:.1f} %"
-
-
 def rounds_of(result: Result) -> int:
     rounds = result.get("rounds", 1)
     return rounds if isinstance(rounds, int) else len(rounds)
@@ -136,7 +132,7 @@ LEARNING_TABLES = (("colocate", "fully_async"), ("3 updates", "staleness 4"), ("
 
 def learning() -> str:
     """A table for each set of columns; the name of a run is that of its row and its column."""
-    after = {run["name"]: percent(run["last"]) for run in load("learning")["runs"]}
+    after = {run["name"]: f"{100 * run['last']:.1f} %" for run in load("learning")["runs"]}
     tables = []
     for columns in LEARNING_TABLES:
         rows = sorted({name.removesuffix(f" {end}") for name in after for end in columns if name.endswith(f" {end}")})

@@ -7,16 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hydra import compose, initialize_config_dir
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from safetensors.numpy import save_file
 
-from app.config import compose as configuration
 from app.config.own_data import with_preset
 from app.errors import ConfigError
-from app.main import conf_path
-from tests.compose import composed
+from tests.compose import composed, jobs_of
 from tests.docs.markdown import LAUNCHERS, PAGES, ROOT, Command, code_blocks, commands
 from tests.folders import run_app
 
@@ -69,21 +64,6 @@ def overrides_of(words: Sequence[str], folder: Path) -> list[str]:
         elif word not in FLAGS:
             overrides.append(word.replace(f"file://{PRESETS}", f"file://{folder / PRESETS}"))
     return overrides
-
-
-def jobs_of(overrides: list[str], *, multirun: bool) -> list[list[str]]:
-    """The overrides of each job; one job without a sweep. `tests/config` composes all jobs of the shipped sweeps."""
-    if any(each.startswith("sweep=") for each in overrides):
-        configuration.register()
-        with initialize_config_dir(conf_path(), version_base="1.3"):
-            sweep = compose("config", overrides=overrides, return_hydra_config=True)
-        swept = [f"{key}={values}" for key, values in sweep.hydra.sweeper.params.items()]
-        overrides = [*swept, *(each for each in overrides if each.split("=")[0] not in sweep.hydra.sweeper.params)]
-    elif not multirun:
-        return [overrides]
-
-    (jobs,) = BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(overrides), None)
-    return [list(job) for job in jobs]
 
 
 def arguments(command: Command, folder: Path) -> list[str]:

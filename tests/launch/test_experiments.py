@@ -11,14 +11,14 @@ from app.config import RunConfig
 from app.device import Device, device_of
 from app.main import conf_path
 from tests.compose import composed
-from tests.launch.shell import bash, dry_run, options
-from tests.launch.test_kubernetes import RESOURCES
+from tests.launch.shell import ROOT, bash, dry_run, options
 
 NAMES = sorted(path.stem for path in (Path(conf_path()) / "experiment").glob("*.yaml"))
 # One of each number of devices and placement: npu4_colocate, cuda8_fully_async …
 EXPERIMENTS = list({name.rpartition("_")[0]: name for name in NAMES}.values())
 ON_CARDS = [name for name in EXPERIMENTS if name.startswith(("cuda", "npu"))]
 CPUS = 96
+RESOURCES = {"cuda": "nvidia.com/gpu", "npu": "huawei.com/Ascend910"}  # the names that device plugins give
 
 
 def of(name: str) -> tuple[RunConfig, Device]:
@@ -65,23 +65,37 @@ def test_docker_passes_the_devices_of_an_experiment(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ON_CARDS)
-def test_kubernetes_reserves_the_devices_of_an_experiment(name: str) -> None:
-    config, device = of(name)
-    kind = config.device.kind.name
+def test_kubernetes_reserves_the_devices_of_an_experiment_and_continues_its_run_when_it_is_retried(name: str) -> None:
     manifest = bash("launch/kubernetes.sh", "--dry-run", "--name", "mine", f"experiment={name}")
-    job = yaml.safe_load(manifest.stdout)
-    words = job["spec"]["entrypoint"].split()
-    assert f"experiment={name}" in words
-    assert {"resume=auto", "hydra.run.dir=/storage/outputs/mine"} <= set(words)
+    job = yaml.safe_load(manifest.stdout)["spec"]
+    words = job["entrypoint"].split()
+    assert {f"experiment={name}", "hydra.run.dir=/storage/outputs/mine"} <= set(words)
+    config = composed(*(word for word in words if "=" in word and not word.startswith("hydra.")))
+    kind = config.device.kind.name
+    assert (config.resume, config.checkpoint.every, job["backoffLimit"]) == ("auto", 50, 2)
 
-    cluster = job["spec"]["rayClusterSpec"]
-    limits = cluster["headGroupSpec"]["template"]["spec"]["containers"][0]["resources"]["limits"]
-    workers = cluster["workerGroupSpecs"][0]["replicas"]
-    assert int(limits[RESOURCES[kind]]) * (1 + workers) == config.device_count
-    assert int(limits["cpu"]) >= sum(bundle["CPU"] for bundle in bundles(config, device))
+    cluster = job["rayClusterSpec"]
+    assert f"ray[default]=={cluster['rayVersion']}" in (ROOT / f"launch/requirements/{kind}.txt").read_text()
+    workers = cluster["workerGroupSpecs"]
+    for group in [cluster["headGroupSpec"], *workers]:
+        pod = group["template"]["spec"]
+        (container,) = pod["containers"]
+        mounts = container["volumeMounts"]
+        assert {mount["name"] for mount in mounts} == {volume["name"] for volume in pod["volumes"]}
+        assert "/dev/shm" in [mount["mountPath"] for mount in mounts]
+        assert container["envFrom"] == [{"secretRef": {"name": "posttrain-secrets", "optional": True}}]
+
+    (container,) = cluster["headGroupSpec"]["template"]["spec"]["containers"]
+    limits = container["resources"]["limits"]
+    assert int(limits[RESOURCES[kind]]) * (1 + workers[0]["replicas"]) == config.device_count
+    assert int(limits["cpu"]) >= sum(bundle["CPU"] for bundle in bundles(config, device_of(config.device.kind)))
     started = cluster["headGroupSpec"]["rayStartParams"]
     ray = json.loads(json.loads(started["resources"]))["NPU"] if kind == "npu" else int(started["num-gpus"])
     assert ray == int(limits[RESOURCES[kind]])
+    if kind == "npu":
+        environment = {each["name"]: each["value"] for each in container["env"]}
+        assert environment["RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES"] == "1"
+        assert environment["BASH_ENV"] == "/opt/launch/toolkit.sh"
 
 
 def test_kubernetes_takes_the_nodes_that_a_run_needs() -> None:

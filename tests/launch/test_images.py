@@ -1,4 +1,4 @@
-"""The images' files: linted, versions as arguments with the defaults of the requirements, a context that suffices."""
+"""The images' files: linted, versions of the requirements, a context that suffices; what names the release agrees."""
 
 import re
 import subprocess
@@ -6,6 +6,7 @@ import tomllib
 from importlib.metadata import distribution
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -13,6 +14,7 @@ from app.config.device import DeviceKind
 from tests.launch.shell import ROOT, tool
 
 IMAGES = ["Dockerfile.cuda", "Dockerfile.npu"]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def text(name: str) -> str:
@@ -43,8 +45,7 @@ def test_each_device_gets_every_requirement_of_the_application(kind: DeviceKind)
     of_sglang = [] if kind is DeviceKind.cpu else distribution("sglang").requires or []
     installed = {canonicalize_name(Requirement(line).name) for line in [*lines, *of_sglang] if line}
 
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    needed = {canonicalize_name(Requirement(line).name) for line in project["dependencies"]}
+    needed = {canonicalize_name(Requirement(line).name) for line in PROJECT["dependencies"]}
     brought = {"tokenizers": "transformers"}
     assert {name for name in needed if name not in installed and brought.get(name) not in installed} == set()
 
@@ -66,3 +67,18 @@ def test_the_build_context_holds_what_is_copied(name: str) -> None:
     for path in copied:
         assert (ROOT / path).exists(), path
         assert path.split("/")[0] in allowed, path
+
+
+def test_changelog_and_citation_are_of_the_version() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert (citation["version"], citation["license"]) == (PROJECT["version"], PROJECT["license"])
+    newest = re.search(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert newest is not None
+    assert newest[1] == PROJECT["version"]
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_images_are_labelled_with_name_version_and_license(name: str) -> None:
+    labels = dict(re.findall(r'org\.opencontainers\.image\.(\w+)="([^"]*)"', text(name)))
+    assert labels == {label: PROJECT[key] for label, key in zip(labels, ("name", "version", "license"), strict=True)}
+    assert list(labels) == ["title", "version", "licenses"]

@@ -17,8 +17,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tests.launch.npu_downloads import fetch_npu_packages, fetched_requirements
-from tests.launch.shell import ROOT
+from tests.launch.shell import ROOT, fetch_npu_packages, fetched_requirements
 from tests.launch.test_images import arguments, pins
 
 LEFT_OUT = "torch's CPU build, triton-ascend, sgl_kernel_npu, torch_memory_saver"

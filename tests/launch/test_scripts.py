@@ -11,8 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.npu_downloads import fetch_npu_packages, fetched_requirements
-from tests.launch.shell import PYTHON, ROOT, bash, dry_run, options, tool
+from tests.launch.shell import (
+    PYTHON,
+    ROOT,
+    bash,
+    dry_run,
+    fetch_npu_packages,
+    fetched_requirements,
+    options,
+    tool,
+)
 from tests.waiting import until
 
 SCRIPTS = sorted([*(ROOT / "launch").glob("*.sh"), *(ROOT / "launch").glob("*.sbatch")])
@@ -58,15 +66,13 @@ def test_run_checks_the_machine_first() -> None:
     ]
 
 
-def test_a_cluster_offers_each_devices_resource() -> None:
-    def start(device: str) -> str:
-        return bash(
-            "launch/ray_cluster.sh", "--dry-run", "--device", device, "--devices", "4", "head", RAY_AUTH_TOKEN="x"
-        ).stdout
-
-    assert "--num-cpus=4" in start("cpu")
-    assert "--num-gpus=4" in start("cuda")
-    assert '--resources={"NPU":4}' in start("npu").replace("\\", "")
+@pytest.mark.parametrize(
+    ("device", "name", "value"),
+    [("cpu", "--num-cpus", "4"), ("cuda", "--num-gpus", "4"), ("npu", "--resources", '{"NPU":4}')],
+)
+def test_a_cluster_offers_each_devices_resource(device: str, name: str, value: str) -> None:
+    commands = dry_run("ray_cluster.sh", "--device", device, "--devices", "4", "head", RAY_AUTH_TOKEN="x")
+    assert options(commands[-1])[name] == value
 
 
 def test_a_cluster_has_a_token(tmp_path: Path) -> None:
@@ -195,7 +201,8 @@ esac
 """
 
 
-def test_setup_for_npus_takes_the_versions_of_the_image(tmp_path: Path) -> None:
+def test_setup_for_npus_takes_the_versions_of_the_image_and_its_triton_is_last_and_imported(tmp_path: Path) -> None:
+    """xgrammar brings mainline Triton on x86-64, whose files replace those of triton-ascend."""
     variables = {"TORCH_INDEX_URL": "https://torch.example", "KERNELS_TAG": "2027.1.0"}
     lines = bash("launch/setup.sh", "--dry-run", "npu", cwd=a_checkout(tmp_path), **variables).stdout
     assert "git clone --quiet --depth 1 --branch v0.5.23 https://github.com/sgl-project/sglang " in lines
@@ -203,14 +210,8 @@ def test_setup_for_npus_takes_the_versions_of_the_image(tmp_path: Path) -> None:
     assert "-cann9.1.0-a3-" in lines
     assert f"{PIP} --index-url https://torch.example torch==2.10.0 torchvision==0.25.0" in lines
     assert "constraints.txt torch_npu==2.10.0.post7" in lines
-    assert "-r launch/requirements/npu.txt" in lines
 
-
-def test_triton_of_npus_is_installed_last_and_imported(tmp_path: Path) -> None:
-    """xgrammar brings mainline Triton on x86-64, whose files replace those of triton-ascend."""
-    checkout = a_checkout(tmp_path)
-    done = bash("launch/setup.sh", "--dry-run", "npu", cwd=checkout, TORCH_INDEX_URL="https://torch.example")
-    commands = [shlex.split(line) for line in done.stdout.splitlines()]
+    commands = [shlex.split(line) for line in lines.splitlines()]
     installs = [" ".join(words) for words in commands if {"install", "uninstall"} & set(words)]
     *before, removed, restored, application = installs
     assert any("-r launch/requirements/npu.txt" in line for line in before)

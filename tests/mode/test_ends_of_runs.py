@@ -17,6 +17,7 @@ from app.errors import EngineError, RunError
 from app.mode.train import CONTROLLERS, TrainingRun
 from app.placement import controller as placement_controller
 from app.placement import watchdog
+from app.placement.controller import CURSOR
 from app.types import MemoryUse, StepReport
 from tests.simulation import BOTH, SimEngine, SimTrainer, World, config, run_virtual, without_threads
 
@@ -51,10 +52,20 @@ def a_world(kind: PlacementKind, folder: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def training_run(world: World, context: Any) -> TrainingRun:
+    """The run of a world, with the workers of the context."""
+    inputs = SimpleNamespace(
+        prompts=SimpleNamespace(train=world.cursor, evals=context.evals),
+        restore=lambda saved: world.cursor.restore(saved[CURSOR]),
+        chat_template=None,
+        demonstrator=None,
+        demonstrations=None,
+    )
     workers: Any = SimpleNamespace(
+        inputs=inputs,
+        pool=context.pool,
         supervisor=context.supervisor,
+        rollouter=context.rollouter,
         monitor=context.supervisor.monitor,
-        inputs=SimpleNamespace(prompts=SimpleNamespace(train=world.cursor)),
     )
     run = TrainingRun(world.config, world.folder, world.recorder, workers)  # type: ignore[arg-type]
     run.checkpoints = context.checkpoints
@@ -90,6 +101,15 @@ def saved(folder: Path) -> int | None:
 # --- failures
 
 
+def requests_of_step_5(world: World, seconds: Callable[[], float]) -> None:
+    """They take these seconds, or do what the function does instead; those before take one."""
+    world.seconds = lambda _: seconds() if len(world.recorder.lines) == 4 else 1.0
+
+
+def fail(error: Exception) -> float:
+    raise error
+
+
 def too_many_rewards_fail(world: World, _: pytest.MonkeyPatch) -> None:
     def check() -> None:
         if len(world.recorder.lines) == 4:
@@ -99,40 +119,29 @@ def too_many_rewards_fail(world: World, _: pytest.MonkeyPatch) -> None:
 
 
 def a_prompt_is_refused(world: World, _: pytest.MonkeyPatch) -> None:
-    def seconds(prompt_id: str) -> float:
-        if len(world.recorder.lines) == 4:
-            raise EngineError(f"engine 0 aborted prompt {prompt_id}")
-        return 1.0
-
-    world.seconds = seconds
+    requests_of_step_5(world, lambda: fail(EngineError("engine 0 aborted a prompt")))
 
 
 def the_driver_has_a_bug(world: World, _: pytest.MonkeyPatch) -> None:
-    def seconds(prompt_id: str) -> float:
-        if len(world.recorder.lines) == 4:
-            raise ZeroDivisionError
-        return 1.0
-
-    world.seconds = seconds
+    requests_of_step_5(world, lambda: fail(ZeroDivisionError("a bug")))
 
 
 def nothing_advances(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "limit_seconds", lambda _: 500.0)
-    world.seconds = lambda _: float("inf") if len(world.recorder.lines) == 4 else 1.0
+    requests_of_step_5(world, lambda: float("inf"))
 
 
 def an_engine_cannot_be_restarted(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     async def start(engine: SimEngine, timeout_s: float) -> None:
         raise EngineError("no memory is left")
 
-    def seconds(prompt_id: str) -> float:
-        if len(world.recorder.lines) == 4:
-            for engine in world.engines:
-                engine.die()
+    def die() -> float:
+        for engine in world.engines:
+            engine.die()
         return 1.0
 
     monkeypatch.setattr(SimEngine, "start", start)
-    world.seconds = seconds
+    requests_of_step_5(world, die)
 
 
 def memory_is_full(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,24 +151,24 @@ def memory_is_full(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SimEngine, "memory", memory)
 
 
-FAILURES: list[Prepare] = [
-    too_many_rewards_fail,
-    a_prompt_is_refused,
-    the_driver_has_a_bug,
-    nothing_advances,
-    an_engine_cannot_be_restarted,
-    memory_is_full,
-]
+FAILURES: dict[Prepare, str] = {  # and words of the error
+    too_many_rewards_fail: "too many rewards failed",
+    a_prompt_is_refused: "aborted a prompt",
+    the_driver_has_a_bug: "a bug",
+    nothing_advances: "no progress for 500 s",
+    an_engine_cannot_be_restarted: "no memory is left",
+    memory_is_full: r"has used 98\.0%",
+}
 
 
 @BOTH
-@pytest.mark.parametrize("fail", FAILURES, ids=lambda fail: fail.__name__)
+@pytest.mark.parametrize("prepare", FAILURES, ids=lambda prepare: prepare.__name__)
 def test_a_failure_outside_the_trainer_saves_the_last_finished_step(
-    fail: Prepare, kind: PlacementKind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    prepare: Prepare, kind: PlacementKind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = a_world(kind, tmp_path, monkeypatch)
-    fail(world, monkeypatch)
-    with pytest.raises((RunError, ZeroDivisionError)):
+    prepare(world, monkeypatch)
+    with pytest.raises((RunError, ZeroDivisionError), match=FAILURES[prepare]):
         play(world)
     assert [line["step"] for line in world.recorder.lines] == [1, 2, 3, 4]
     assert saved(tmp_path) == 4

@@ -1,6 +1,5 @@
 """Runs with an environment of their own, end to end, as a user starts them."""
 
-import json
 import os
 import signal
 import time
@@ -10,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from tests.folders import json_lines, warnings
 from tests.mode.talk import Diary
-from tests.recovery.test_recovery_runs import PLACEMENTS, PROBLEMS, assert_ledger, saved_on_sigterm, warnings
+from tests.recovery.test_recovery_runs import PLACEMENTS, PROBLEMS, assert_ledger, saved_on_sigterm
 from tests.runs import Run
 from tests.waiting import until
 
@@ -65,19 +65,14 @@ def test_a_run_leaves_failed_episodes_out_and_trains_on_what_engines_saw(
     failed = steps[-1]["environment/failed_episodes"]
     assert 3 <= failed == steps[-1]["environment/failed_raised"] <= 6
     assert warnings(run.folder)[-1].startswith("an episode failed: step raised RuntimeError"), warnings(run.folder)
-    samples = [
-        json.loads(line)
-        for step in (1, 2, 3)
-        for line in (run.folder / "samples" / f"step_{step}.jsonl").read_text().splitlines()
-    ]
+    samples = [sample for step in (1, 2, 3) for sample in json_lines(run.folder / "samples" / f"step_{step}.jsonl")]
     assert all(len(sample["turns"]) >= 4 for sample in samples)
 
 
 def assert_began_once(folder: Path, run: Run) -> None:
     """The members of what was trained on began once each, or once more for each time that their group was aborted."""
-    rows = [json.loads(line) for line in (run.folder / "prompts.jsonl").read_text().splitlines()]
     begun = Diary(folder).begun()
-    counts = [begun[prompt] for row in rows for prompt in row["trained"]]
+    counts = [begun[prompt] for row in json_lines(run.folder / "prompts.jsonl") for prompt in row["trained"]]
     assert {count % GROUP for count in counts} == {0}
     assert counts.count(GROUP) > 0.8 * len(counts)
 

@@ -12,7 +12,7 @@ import pytest
 import app.mode.eval
 from app.config import Mode, RunConfig
 from app.mode.eval import subject_of
-from tests.folders import a_run, content, run_new_app
+from tests.folders import a_run, content, json_lines, run_new_app
 from tests.runs import Run
 
 
@@ -62,7 +62,7 @@ def test_a_checkpoint_and_a_model_are_evaluated_with_an_environment(start: Calla
     assert content(run.folder) == before
     (folder,) = (tmp_path / "outputs" / "tiny_tools-eval").iterdir()
     assert turns(folder / "samples" / "eval_2.jsonl") == trained
-    (row,) = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    (row,) = json_lines(folder / "metrics.jsonl")
     last = run.metrics()[-1]
     assert row == {name: last[name] for name in ("step", *(name for name in last if name.startswith("eval/")))}
     assert (folder / "logs" / "environment.log").exists()
@@ -80,5 +80,4 @@ def test_a_checkpoint_and_a_model_are_evaluated_with_an_environment(start: Calla
 
 def turns(file: Path) -> dict[str, list[tuple[str, str]]]:
     """Prompt id → role and text of each turn."""
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
-    return {row["prompt"]: [(turn["role"], turn["text"]) for turn in row["turns"]] for row in rows}
+    return {row["prompt"]: [(turn["role"], turn["text"]) for turn in row["turns"]] for row in json_lines(file)}

@@ -12,7 +12,7 @@ import pytest
 from app.config import RunConfig
 from app.tracking.recorder import RunFolderRecorder
 from app.utils.files import append, overwrite, replace_file
-from tests.folders import run_app
+from tests.folders import json_lines, run_app
 from tests.runs import Run
 
 Mount = Callable[..., Path]
@@ -66,8 +66,7 @@ def test_a_full_disk_leaves_whole_files_and_the_status_failed(mounted: Mount) ->
     summary = json.loads((folder / "summary.json").read_text())
     steps = summary["steps"]
     assert 1 < steps < 9_999
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == list(range(1, steps + 1))
+    assert [row["step"] for row in json_lines(folder / "metrics.jsonl")] == list(range(1, steps + 1))
     assert summary["status"] == "failed"
     assert "No space left on device" in summary["error"]
     assert list(folder.glob("*.tmp")) == []

@@ -1,17 +1,14 @@
 """`mode=plan` as run by a user."""
 
-import os
 import re
 import resource
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from app.mode.plan import describe
 from tests.compose import composed
-from tests.folders import ROOT
+from tests.folders import python
 from tests.refusals import refused
 
 MISSION = ("device=npu", "placement=fully_async", "model=qwen35_9b")
@@ -62,13 +59,10 @@ finally:
 
 def test_the_missions_line_is_planned_in_seconds_without_the_heavy_libraries_and_writes_nothing(tmp_path: Path) -> None:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    command = [sys.executable, "-c", PLAN, "mode=plan", *MISSION]
-    done = subprocess.run(
-        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
-    )
+    printed = python("-c", PLAN, "mode=plan", *MISSION, cwd=tmp_path)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 5  # the machine may be busy
-    assert done.stdout.endswith("loaded []\n"), done.stderr
+    assert printed.endswith("loaded []\n")
     assert not list(tmp_path.iterdir())
 
     for shown in (
@@ -77,7 +71,7 @@ def test_the_missions_line_is_planned_in_seconds_without_the_heavy_libraries_and
         "8,953,803,264 parameters in bfloat16: 17,907,606,528 bytes (16.68 GiB)",
         "--mem-fraction-static 0.7 --max-running-requests 512 --cuda-graph-max-bs-decode 512",
     ):
-        assert shown in done.stdout
+        assert shown in printed
 
 
 def test_a_mixture_of_experts_is_refused(tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
 """The plan's seconds: a hand calculation, and a published run beside it."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -28,16 +30,24 @@ FOUR_AND_FOUR = [
 ]
 
 
-def seconds(model: Architecture, *overrides: str) -> StepSeconds | None:
+def given(model: Architecture, *overrides: str) -> tuple[Any, ...]:
+    """The arguments of an estimate."""
     config = composed(*overrides)
     device = device_of(config.device.kind)
-    return step_seconds(config, device, model, plan_memory(config, device, model).engine)
+    return config, device, model, plan_memory(config, device, model).engine
+
+
+def seconds(
+    model: Architecture, *overrides: str, estimate: Callable[..., StepSeconds | None] = step_seconds
+) -> StepSeconds:
+    found = estimate(*given(model, *overrides))
+    assert found is not None
+    return found
 
 
 def test_the_seconds_are_those_of_a_hand_calculation() -> None:
     assert QWEN3_4B.parameters == P
     estimate = seconds(QWEN3_4B, *FOUR_AND_FOUR)
-    assert estimate is not None
     prompt = composed(*FOUR_AND_FOUR).rollout.max_prompt_tokens
 
     # 256 completions on 4 engines, 64 at once: 2,048 decode steps, each of which reads weights and caches
@@ -50,27 +60,19 @@ def test_the_seconds_are_those_of_a_hand_calculation() -> None:
     assert estimate.total == max(estimate.generate, estimate.train) + estimate.sync
 
     # moments of a rank, both ways in each of two updates, at 45 GB/s
-    moved = [
-        seconds(QWEN3_4B, *FOUR_AND_FOUR, "algorithm.updates_per_step=2", f"offload.optimizer={place}")
-        for place in ("update", "step")
-    ]
-    with_copies, without = (each.train for each in moved if each is not None)
+    two = [*FOUR_AND_FOUR, "algorithm.updates_per_step=2"]
+    with_copies, without = (seconds(QWEN3_4B, *two, f"offload.optimizer={each}").train for each in ("update", "step"))
     assert with_copies - without == pytest.approx(2 * 2 * 8 * P / 4 / 45e9, rel=1e-6)
 
 
 def test_shorter_completions_need_less_but_for_the_longest_of_an_on_policy_step() -> None:
-    def mean(*overrides: str) -> StepSeconds:
-        config = composed(*FOUR_AND_FOUR, *overrides)
-        device = device_of(config.device.kind)
-        engine = plan_memory(config, device, QWEN3_4B).engine
-        assert recomputed_tokens(config, engine) == 64 * (config.rollout.max_prompt_tokens + 1024)
-        found = mean_step_seconds(config, device, QWEN3_4B, engine)
-        assert found is not None
-        return found
-
     shorter = seconds(QWEN3_4B, *FOUR_AND_FOUR, "rollout.max_completion_tokens=819")  # 0.4 of 2,048
-    assert shorter is not None
-    asynchronous, on_policy = mean(), mean("placement.max_staleness=0", "placement.in_flight=drain")
+    means = []
+    for line in (FOUR_AND_FOUR, [*FOUR_AND_FOUR, "placement.max_staleness=0", "placement.in_flight=drain"]):
+        config, _, _, engine = given(QWEN3_4B, *line)
+        assert recomputed_tokens(config, engine) == 64 * (config.rollout.max_prompt_tokens + 1024)
+        means.append(seconds(QWEN3_4B, *line, estimate=mean_step_seconds))
+    asynchronous, on_policy = means
     assert (asynchronous.generate, asynchronous.train) == pytest.approx((shorter.generate, shorter.train), rel=1e-9)
     alone = (2048 - 819) * 2 * P / (0.5 * 3350e9)
     assert on_policy.generate - asynchronous.generate == pytest.approx(alone, rel=1e-9)
@@ -79,7 +81,6 @@ def test_shorter_completions_need_less_but_for_the_longest_of_an_on_policy_step(
 def test_a_published_run_is_within_a_factor_of_two() -> None:
     """Qwen3-4B, GRPO, 32 × 8 of up to 2k tokens on 4 + 4 H800: rollout 23.8 s, training 16.8 s (vime, issue 244)."""
     estimate = seconds(QWEN3_4B, *FOUR_AND_FOUR)
-    assert estimate is not None
     assert 23.8 / 2 < estimate.generate < 2 * 23.8  # its completions are shorter than the limit
     assert 16.8 / 2 < estimate.train < 2 * 16.8
 
@@ -87,8 +88,6 @@ def test_a_published_run_is_within_a_factor_of_two() -> None:
 def test_phases_of_colocate_add_up_and_adapters_hardly_cost_a_sync() -> None:
     full = seconds(QWEN3_4B, "device=cuda", "model=qwen3_4b", "placement.devices=4")
     adapted = seconds(QWEN3_4B, "device=cuda", "model=qwen3_4b_lora")
-    assert full is not None
-    assert adapted is not None
     assert full.total == full.generate + full.train + full.sync
     assert adapted.sync < full.sync / 10
 

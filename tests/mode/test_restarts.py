@@ -15,7 +15,6 @@ from app.data.cursor import PromptCursor
 from app.errors import TrainerError
 from app.mode import train
 from app.mode.train import TrainingRun
-from app.placement.controller import CURSOR
 from app.placement.emergency_checkpoint import save_last_step
 from app.placement.fully_async import FullyAsync
 from tests.checkpoint.plain_files import PlainFiles
@@ -59,19 +58,7 @@ def run(
         yield SimpleNamespace(trainer=trainer, synchronizer=world.sync)
 
     async def main() -> TrainingRun:
-        context = world.context()
-        prompts = SimpleNamespace(train=world.cursor, evals=context.evals)
-        inputs = SimpleNamespace(prompts=prompts, restore=lambda saved: world.cursor.restore(saved[CURSOR]))
-        inputs.chat_template = inputs.demonstrator = inputs.demonstrations = None
-        workers: Any = SimpleNamespace(
-            inputs=inputs,
-            pool=context.pool,
-            supervisor=context.supervisor,
-            rollouter=context.rollouter,
-            monitor=context.supervisor.monitor,
-        )
-        made = TrainingRun(world.config, world.folder, world.recorder, workers)  # type: ignore[arg-type]
-        made.checkpoints = context.checkpoints
+        made = training_run(world, world.context())
         await made.train_with_restarts()
         return made
 

@@ -1,7 +1,6 @@
 """The last step is saved whatever ends the run, and a run is resumed without losing a checkpoint."""
 
 import asyncio
-import json
 import os
 import re
 import signal
@@ -25,6 +24,7 @@ from app.placement.controller import CURSOR
 from app.tracking.recorder import RunFolderRecorder
 from app.utils.tasks import until_signal
 from tests.checkpoint.plain_files import DATA, PlainFiles, flip_a_byte, names, save
+from tests.folders import warnings
 from tests.mode.test_ends_of_runs import training_run
 from tests.model.support import save_qwen3
 from tests.simulation import SimTrainer, World, config, prompts
@@ -176,11 +176,6 @@ class Resumed:
     async def _restore(self, run: TrainingRun) -> int:
         return await run.restore_or_initialize(self.trainer, await run.find_resume_point())
 
-    @property
-    def warnings(self) -> list[str]:
-        lines = (self.folder / "logs" / "warnings.jsonl").read_text().splitlines()
-        return [json.loads(line)["text"] for line in lines]
-
 
 def test_a_run_that_goes_back_keeps_its_later_checkpoints_and_names_them(tmp_path: Path) -> None:
     run = Resumed(tmp_path)
@@ -189,7 +184,7 @@ def test_a_run_that_goes_back_keeps_its_later_checkpoints_and_names_them(tmp_pat
     assert len(run.cursor.state()["returned"]) == 3
     assert names(tmp_path) == {"latest", "step_20", "aside"}
     aside = run.checkpoints / "aside"
-    (warning,) = run.warnings
+    (warning,) = warnings(tmp_path)
     assert "step 20" in warning
     assert f"{aside / 'step_40'}, {aside / 'step_60'}" in warning
     assert latest(tmp_path) == run.checkpoints / "step_20"
@@ -204,7 +199,7 @@ def test_checkpoints_that_latest_never_named_are_set_aside_by_a_run_that_starts_
     assert names(tmp_path) == {"aside"}
     assert {each.name for each in aside.iterdir()} == {"step_20", "step_40", "step_60"}
     moved = ", ".join(str(aside / f"step_{step}") for step in (20, 40, 60))
-    (warning,) = run.warnings
+    (warning,) = warnings(tmp_path)
     assert moved in warning
 
 
@@ -217,6 +212,6 @@ def test_a_damaged_newest_checkpoint_is_stepped_over_with_a_warning(resume: str,
     assert run.resume(str(damaged) if resume == "named" else resume, restarts=restarts) == 40
     assert run.trainer.restorations == ["step_40 as 40"]
     assert names(tmp_path) == {"latest", "step_20", "step_40", "aside"}
-    first, second = run.warnings
+    first, second = warnings(tmp_path)
     assert re.search(f"step_40 .*{damaged} is damaged: {DATA}", first)
     assert second.endswith(str(run.checkpoints / "aside" / "step_60"))

@@ -15,6 +15,7 @@ from app.placement.controller import CURSOR, DEMONSTRATIONS
 from app.start.input_checks import same_run
 from app.start.inputs import CheckStage, RunInputs
 from tests.compose import composed
+from tests.folders import json_lines
 from tests.refusals import refused
 from tests.runs import Run
 from tests.tiny_models.make import Recipe
@@ -57,7 +58,7 @@ def test_a_supervised_run_starts_no_engine_and_a_resumed_one_is_the_same(
     assert steps_of(again) == expected
     exported = [(each.folder / "export" / "model.safetensors").read_bytes() for each in (whole, again)]
     assert exported[0] == exported[1]
-    prompts = [json.loads(line)["trained"] for line in (run.folder / "prompts.jsonl").read_text().splitlines()]
+    prompts = [line["trained"] for line in json_lines(run.folder / "prompts.jsonl")]
     assert len(prompts) == 8
     assert len({prompt for step in prompts for prompt in step}) == 32  # ids have the epoch
 

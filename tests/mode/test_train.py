@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.folders import content, run_new_app
+from tests.folders import content, json_lines, run_new_app
 from tests.runs import Run
 from tests.tracking.wandb_file import recorded
 
@@ -58,8 +58,7 @@ def test_a_colocate_run_leaves_what_it_promises_and_its_checkpoint_evaluates_as_
         assert line["sync/bytes"] > 100_000
     summary = run.summary()
     assert (summary["status"], summary["steps"], summary["checkpoint/best_step"]) == ("finished", 2, 2)
-    sample = json.loads((run.folder / "samples" / "step_2.jsonl").read_text().splitlines()[0])
-    assert sample["reward"] in (0.0, 1.0)
+    assert json_lines(run.folder / "samples" / "step_2.jsonl")[0]["reward"] in (0.0, 1.0)
     for file in ("logs/driver.log", "logs/engine_0.log", "logs/trainer_0.log", "report.html"):
         assert (run.folder / file).exists()
     assert not (run.folder / "logs" / "warnings.jsonl").exists()  # the default run has nothing to warn of
@@ -90,7 +89,7 @@ def evaluates_as_it_did(run: Run, cwd: Path) -> None:
 
     (folder,) = (cwd / "outputs" / "tiny-eval").iterdir()
     assert completions(folder / "samples" / "eval_2.jsonl") == trained
-    (row,) = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    (row,) = json_lines(folder / "metrics.jsonl")
     last = run.metrics()[-1]
     assert row == {name: last[name] for name in ("step", *(name for name in last if name.startswith("eval/")))}
 
@@ -103,8 +102,7 @@ def evaluates_as_it_did(run: Run, cwd: Path) -> None:
 
 def completions(file: Path) -> dict[str, list[int]]:
     """Prompt id → tokens of the completion."""
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
-    return {row["prompt"]: row["tokens"] for row in rows}
+    return {row["prompt"]: row["tokens"] for row in json_lines(file)}
 
 
 @pytest.mark.slow

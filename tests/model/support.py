@@ -1,5 +1,6 @@
 """Random models and packed batches for the tests of `app.model`."""
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -10,9 +11,12 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from app.device.torchvision_shim import transformers
 from app.model.packing import Packing
+from app.trainer import microbatch
+from app.types import TokenSequence
 from tests.tiny_models.tokenizer import build_tokenizer
 
 LENGTHS = (5, 17, 3, 16, 9, 1)  # the last one has no completion token
@@ -42,44 +46,23 @@ def batch(vocabulary: int, lengths: tuple[int, ...] = LENGTHS, *, prompt: int = 
 
 
 def siblings(vocabulary: int, *, prompts: tuple[int, ...] = (6, 1, 9), group: int = 3, seed: int = 0) -> Batch:
-    """Random groups of sequences with one prompt each, whose tokens but the last are packed once."""
+    """Random groups of sequences with one prompt each, whose tokens but the last are packed once, as a trainer does."""
     generator = torch.Generator().manual_seed(seed)
-    sequences = []
-    for length in prompts:
+    sequences: list[Tensor] = []
+    samples = []
+    for number, length in enumerate(prompts):
         prompt = torch.randint(4, vocabulary, (length,), generator=generator)
         for member in range(group):
             completion = torch.randint(4, vocabulary, (3 * member + 1,), generator=generator)
             sequences.append(torch.cat([prompt, completion]))
+            sampled = np.arange(len(sequences[-1])) >= length
+            sequence = TokenSequence.demonstration(sequences[-1].numpy(), sampled)
+            samples.append(microbatch.Sample(sequence, 0.0, 1.0, (str(number), member, 0), len(completion)))
 
-    ids: list[int] = []
-    positions: list[int] = []
-    tokens: list[int] = []
-    starts = [0]
-    logit_positions = []
-    targets = []
-    for index, sequence in enumerate(sequences):
-        prompt_tokens = prompts[index // group]
-        first = starts[index - index % group]  # place of the prompt in the first sequence of the group
-        for position, token in enumerate(sequence.tolist()):
-            if index % group and position < prompt_tokens - 1:
-                tokens.append(tokens[first + position])
-                continue
-            if position >= prompt_tokens:
-                logit_positions.append(len(ids) - 1)
-                targets.append(token)
-            tokens.append(len(ids))
-            ids.append(token)
-            positions.append(position)
-        starts.append(len(tokens))
-    return Batch(
-        sequences=sequences,
-        prompts=[length for length in prompts for _ in range(group)],
-        input_ids=torch.tensor(ids)[None],
-        position_ids=torch.tensor(positions)[None],
-        packing=Packing.of(starts, tokens=np.array(tokens)),
-        logit_positions=torch.tensor(logit_positions),
-        targets=torch.tensor(targets),
-    )
+    packed = microbatch.pack(samples, torch.device("cpu"))
+    lengths = [length for length in prompts for _ in range(group)]
+    of_logits = (packed.logit_positions, packed.targets)
+    return Batch(sequences, lengths, packed.input_ids, packed.position_ids, packed.packing, *of_logits)
 
 
 def pack(sequences: list[Tensor], prompt: int = 2) -> Batch:
@@ -205,6 +188,15 @@ def reference(path: Path, packed: Batch, temperature: float) -> tuple[Any, Tenso
     return model, torch.cat(logprobs), torch.cat(entropies)
 
 
+def logprobs_of(model: Any, temperature: float = 1.0) -> Tensor:
+    """Log-probabilities [N] of the completions of `batch(101)`, of a model of transformers or PEFT, one at a time."""
+    packed, found = batch(101), []
+    for sequence, prompt in zip(packed.sequences, packed.prompts, strict=True):
+        logits = model(input_ids=sequence[None], use_cache=False).logits[0].double() / temperature
+        found.append(logits.log_softmax(-1)[:-1].gather(1, sequence[1:, None])[prompt - 1 :, 0])
+    return torch.cat(found)
+
+
 def weights(packed: Batch) -> Tensor:
     """Weights [N] of the log-probabilities in a test loss."""
     return torch.linspace(-1.0, 1.0, len(packed.targets))
@@ -213,3 +205,20 @@ def weights(packed: Batch) -> Tensor:
 def relative(ours: Tensor, theirs: Tensor) -> float:
     """Largest difference relative to the largest value."""
     return ((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-12)).item()
+
+
+class Operators(TorchDispatchMode):
+    """Counts the operators that run and are no views, by name: `aten.mm.default`."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled parts stay compiled beside this mode."""
+        return True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names[str(func)] += not getattr(func, "is_view", False)
+        return func(*args, **(kwargs or {}))

@@ -19,7 +19,7 @@ from app.model import attention
 from app.model.attention import working_kernels
 from app.model.kernels import Kernels, kernels_of
 from app.model.load import load
-from tests.folders import ROOT
+from tests.folders import ROOT, python
 from tests.model import linear_double
 from tests.model.linear_double import DOUBLE
 from tests.model.support import Batch, batch, reference, relative, save_qwen35, siblings, weights
@@ -137,11 +137,8 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_tensors_on_a_cpu_take_the_reference_where_kernels_are_installed(tmp_path: Path) -> None:
     (tmp_path / "fla").mkdir()
     (tmp_path / "fla" / "__init__.py").write_text(FLA)
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
-    command = [sys.executable, "-c", ON_A_CPU, str(tmp_path / "model")]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == str(tmp_path / "fla" / "__init__.py")
+    printed = python("-c", ON_A_CPU, str(tmp_path / "model"), PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
+    assert printed.strip() == str(tmp_path / "fla" / "__init__.py")
 
 
 @pytest.mark.parametrize("installed", [False, True])

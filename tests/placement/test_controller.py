@@ -2,16 +2,21 @@
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from app.algorithm.filter import RolloutCounts
 from app.checkpoint import folder
 from app.checkpoint.run_state import read_state
 from app.config.checkpoint import CheckpointConfig
 from app.config.placement import PlacementKind
 from app.errors import RunError
 from app.placement import controller as placement_controller
+from app.placement.step_metrics import step_metrics
+from app.types import Group, InFlight, ScoredGroup, StepReport, SyncReport
+from tests.algorithm.groups import group
 from tests.simulation import BOTH, SimTrainer, World, config, play, without_threads
 
 
@@ -62,3 +67,24 @@ def test_a_step_that_cannot_be_recorded_ends_the_run_with_its_reason(kind: Place
     world.recorder.log = log  # type: ignore[method-assign]
     with pytest.raises(RunError, match=r"step 3 .*No space left on device"):
         play(world)
+
+
+def measured(*groups: Group) -> dict[str, float]:
+    scored = [ScoredGroup(each, each.rewards.astype("float32")) for each in groups]
+    report, sync = StepReport(1, 1, {}), SyncReport(1, 0, 1, {"total": 1.0}, False, 0, None)
+    seconds = {"step": 1.0}
+    return step_metrics(scored, RolloutCounts(), report, sync, seconds, trained_version=0, in_flight=InFlight.retract)
+
+
+def test_the_accept_length_is_tokens_over_the_passes_that_verified_drafts() -> None:
+    drafted = group([0.0, 1.0, 1.0], lengths=[10, 2, 1])
+    passes = (3, 2, 0)  # a single token is sampled with the prompt
+    drafted = Group(
+        drafted.prompt,
+        tuple(
+            replace(each, completion=replace(each.completion, verify_passes=count))
+            for each, count in zip(drafted.trajectories, passes, strict=True)
+        ),
+    )
+    assert measured(drafted, group([0.0, 1.0], lengths=[7, 7]))["rollout/accept_length"] == 12 / 5
+    assert "rollout/accept_length" not in measured(group([0.0, 1.0]))

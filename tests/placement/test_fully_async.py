@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from app.config import RunConfig
 from app.config.checkpoint import CheckpointConfig
 from app.config.placement import PlacementKind, Stream
-from app.errors import EngineError, RunError, TrainerError
+from app.errors import RunError, TrainerError
 from app.placement import controller as placement_controller
 from app.placement.fully_async import FullyAsync
 from app.rollout.engine import pool
@@ -270,14 +270,6 @@ class Broken:
         raise RunError("the reward failed on purpose")
 
 
-def engine_fails(world: World) -> None:
-    world.seconds = lambda prompt_id: 1.0 if prompt_id in first else fail()
-    first = {prompt.id for prompt in World(world.config, world.folder).cursor.take(9)}
-
-    def fail() -> float:
-        raise EngineError("engine 1 failed on purpose")
-
-
 def reward_fails(world: World) -> None:
     world.scorer = Broken()  # type: ignore[assignment]
 
@@ -289,11 +281,7 @@ def trainer_fails(world: World) -> None:
     }
 
 
-def finish_fails(world: World) -> None:
-    world.trainer.fail = {"finish_step": TrainerError("rank 3 failed on purpose")}
-
-
-@pytest.mark.parametrize("breaks", [engine_fails, reward_fails, trainer_fails, finish_fails])
+@pytest.mark.parametrize("breaks", [reward_fails, trainer_fails])
 def test_a_failure_anywhere_ends_the_run_with_its_own_sentence(tmp_path: Path, breaks: Callable[[World], None]) -> None:
     world = World(config(max_staleness=2), tmp_path)
     breaks(world)

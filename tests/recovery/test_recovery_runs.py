@@ -15,6 +15,7 @@ from app.checkpoint.folder import best
 from app.checkpoint.run_state import read_state
 from app.data.cursor import PromptCursor
 from app.types import Prompt
+from tests.folders import json_lines, warnings
 from tests.runs import Run
 
 PLACEMENTS = {
@@ -46,7 +47,7 @@ def assert_ledger(folder: Path, steps: int) -> None:
     Of what a resumed run would keep: the steps up to its last checkpoint, which is of step `steps`.
     """
     assert state(folder)["step"] == steps
-    rows = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()][:steps]
+    rows = json_lines(folder / "prompts.jsonl")[:steps]
     assert [row["step"] for row in rows] == list(range(1, steps + 1))
     done = Counter(prompt for row in rows for prompt in row["trained"] + row["filtered"])
     assert done.most_common(1)[0][1] == 1
@@ -54,8 +55,7 @@ def assert_ledger(folder: Path, steps: int) -> None:
     assert not set(cursor["returned"]) & set(done)
     drawn = cursor["epoch"] * PROBLEMS + cursor["position"]
     assert sorted(first_prompts(drawn, next(iter(done)))) == sorted([*done, *cursor["returned"]])
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    steps_logged = [line["step"] for line in lines if "time/step" in line]
+    steps_logged = [line["step"] for line in json_lines(folder / "metrics.jsonl") if "time/step" in line]
     assert steps_logged[:steps] == list(range(1, steps + 1))
 
 
@@ -84,10 +84,6 @@ def kill(run: Run, what: str) -> None:
         os.kill(run.pid_of("sglang::scheduler"), signal.SIGSTOP)
     else:
         os.kill(run.pid_of(PARTS[what]), signal.SIGKILL)
-
-
-def warnings(folder: Path) -> list[str]:
-    return [json.loads(line)["text"] for line in (folder / "logs" / "warnings.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.timeout(400)
@@ -126,8 +122,8 @@ def assert_evaluated(run: Run, steps: Iterable[int]) -> None:
     accuracies = {line["step"]: line["eval/accuracy"] for line in run.metrics() if "eval/accuracy" in line}
     assert list(accuracies) == list(steps)
     for step in steps:
-        lines = (run.folder / "samples" / f"eval_{step}.jsonl").read_text().splitlines()
-        spans = [span for line in lines for span in json.loads(line)["versions"]]
+        lines = json_lines(run.folder / "samples" / f"eval_{step}.jsonl")
+        spans = [span for line in lines for span in line["versions"]]
         assert (len(lines), {version for version, *_ in spans}) == (20, {step})
     kept = best(run.folder)
     assert kept is not None

@@ -1,25 +1,22 @@
 """Whose folder it is: refused starts change nothing, default folders differ, and nothing finished is overwritten."""
 
-import json
+import os
 import shutil
+import socket
 from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
 
 from app.errors import RunError
+from app.recovery.run_lock import LOCK, FolderInUse, run_lock
 from app.start.output_folder import output_folder
 from app.start.settle import settle
 from app.tracking.recorder import RunFolderRecorder
-from tests.folders import a_run, composed_by_hydra, content, run_app, start_app
+from tests.folders import a_run, composed_by_hydra, content, json_lines, run_app, start_app
 from tests.waiting import until
 
 HELD = "tests.mode.held_app"
-
-
-def metrics(folder: Path) -> list[dict[str, float]]:
-    path = folder / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def test_of_two_starts_into_one_folder_in_the_same_second_one_runs_with_its_own_settings(
@@ -42,7 +39,7 @@ def test_of_two_starts_into_one_folder_in_the_same_second_one_runs_with_its_own_
     refused, ran = codes.index(1), codes.index(0)
     host = (run / "driver.lock").read_text().split()[-1]
     assert ended[refused][0] == f"{run} is in use: process {drivers[ran].pid} on {host} is writing to it\n"
-    assert [row["lr"] for row in metrics(run)] == [rates[ran]]
+    assert [row["lr"] for row in json_lines(run / "metrics.jsonl")] == [rates[ran]]
     assert f"lr: {rates[ran]}" in (run / "config" / "config.yaml").read_text()
     assert (run / "config" / "overrides.yaml").read_text() == f"- trainer.lr={rates[ran]}\n"
 
@@ -58,8 +55,8 @@ def test_runs_and_sweeps_started_in_the_same_second_get_folders_of_their_own(
     assert [code for _, code in ended] == [0, 0], ended
     folders = sorted((tmp_path / "outputs" / ("sweeps" if words else "tiny-grpo-colocate")).iterdir())
     assert [folder.name[:20] for folder in folders] == ["2026-01-02_03-04-05_"] * 2
-    runs = [path.parent for folder in folders for path in sorted(folder.rglob("metrics.jsonl"))]
-    assert sorted(metrics(run)[0]["lr"] for run in runs) == sorted(map(float, ",".join(rates).split(",")))
+    files = [path for folder in folders for path in folder.rglob("metrics.jsonl")]
+    assert sorted(json_lines(path)[0]["lr"] for path in files) == sorted(map(float, ",".join(rates).split(",")))
 
 
 def test_the_folder_of_an_earlier_sweep_is_refused(tmp_path: Path) -> None:
@@ -111,12 +108,12 @@ def test_a_run_that_died_before_its_first_checkpoint_starts_over_with_its_record
         assert code == 0, text
         aside = run / f"aside_{attempt}"
         assert f" {aside}\n" in text
-        assert [row["step"] for row in metrics(run)] == [1]
+        assert [row["step"] for row in json_lines(run / "metrics.jsonl")] == [1]
         (run / "summary.json").write_text('{"status": "failed", "steps": 1}')  # died again before a checkpoint
 
     moved = content(run / "aside_1")
     assert moved == {name: digest for name, digest in before.items() if name != "notes.txt"}
-    assert [row["step"] for row in metrics(run / "aside_2")] == [1]
+    assert [row["step"] for row in json_lines(run / "aside_2" / "metrics.jsonl")] == [1]
     assert (run / "notes.txt").read_text() == "not ours"
 
 
@@ -158,3 +155,30 @@ def test_a_mode_that_does_not_write_and_a_refused_start_leave_no_folder(words: s
     code, text = run_app(*words.split(), cwd=tmp_path)
     assert code == (0 if words == "mode=plan" else 2), text
     assert content(tmp_path) == {}
+
+
+# --- the lock of a folder
+
+
+def test_a_second_process_is_refused_with_the_name_of_the_first_and_changes_nothing(tmp_path: Path) -> None:
+    with run_lock(tmp_path):
+        before = content(tmp_path)
+        holder = f"process {os.getpid()} on {socket.gethostname()}"
+        with pytest.raises(FolderInUse) as refused, run_lock(tmp_path):
+            raise AssertionError("two drivers")
+        assert str(tmp_path) in str(refused.value)
+        assert str(holder) in str(refused.value)
+        assert content(tmp_path) == before
+
+
+def test_a_lock_that_is_released_is_taken_again_under_the_name_of_the_next(tmp_path: Path) -> None:
+    (tmp_path / LOCK).write_text("process 1 on a machine with a long name\n")
+    for _ in range(2):
+        with run_lock(tmp_path):
+            assert (tmp_path / LOCK).read_text() == f"process {os.getpid()} on {socket.gethostname()}\n"
+
+
+def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(RunError, match=r"file/run.*Not a directory"), run_lock(tmp_path / "file/run"):
+        raise AssertionError("locked")

@@ -1,21 +1,24 @@
 """What is checked before a run's folder exists, and that it is loaded once."""
 
 import json
-import subprocess
-import sys
-from contextlib import nullcontext
+import shutil
+from contextlib import nullcontext, suppress
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from app.errors import ConfigError
+from app.model.architecture import architecture_of
 from app.model.lora.base_weights import SINGLE
-from app.start.input_checks import model_files
+from app.start.input_checks import disk, free_bytes, model_files, plan_disk
 from app.start.inputs import CheckStage, CheckStatus, RunInputs
 from app.start.preflight import CHECKS, findings, preflight
-from tests.compose import composed
+from tests.compose import composed, problems_of
+from tests.folders import python
 from tests.model.support import save_qwen3, save_qwen35
 from tests.refusals import refused
 
@@ -130,8 +133,7 @@ from tests.compose import composed
 tokens = preflight(composed()).tokenizer("1+2=")["input_ids"]
 print(len(tokens), "torch" in sys.modules)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout.splitlines()[-1] == "4 False"
+    assert python("-c", code).splitlines()[-1] == "4 False"
 
 
 @pytest.mark.parametrize("tensors", [{"mtp.fc.weight"}, set()])
@@ -142,3 +144,75 @@ def test_a_model_drafts_with_a_head_that_its_checkpoint_has(tensors: set[str], t
     config = composed("device=cuda", *OWN_MODEL, f"model.path={path}", "rollout.speculative=mtp")
     with nullcontext() if tensors else refused("rollout.speculative", "mtp"):
         model_files(RunInputs(config, CheckStage.start))
+
+
+def leave(free: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage("/")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=free))
+
+
+def test_a_run_whose_checkpoints_do_not_fit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = composed()
+    model = architecture_of(config.model)
+    assert model is not None
+    needed = plan_disk(config, model).bytes
+    assert needed == 4 * 12 * model.parameters + 4 * model.parameters  # two kept, the best, one being written
+
+    folder = tmp_path / "not" / "made"
+    leave(needed, monkeypatch)
+    assert len([*disk(RunInputs(config, CheckStage.doctor, folder))]) == 1
+    leave(needed - 1, monkeypatch)
+    for moment in (CheckStage.doctor, CheckStage.start):
+        with refused("hydra.run.dir", folder, " MiB for", "checkpoint.keep"):
+            [*disk(RunInputs(config, moment, folder))]
+
+    keeps_nothing = composed("checkpoint.keep=0", "checkpoint.export=false")
+    for each in (
+        RunInputs(config, CheckStage.start, folder, checkpoint=tmp_path),
+        RunInputs(composed("mode=eval"), CheckStage.start, folder),
+        RunInputs(keeps_nothing, CheckStage.start, folder),
+        RunInputs(config, CheckStage.start),  # a job of a sweep
+    ):
+        [*disk(each)]
+
+
+def test_free_space_is_that_of_the_nearest_folder_that_exists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Path] = []
+    usage = shutil.disk_usage("/")
+
+    def disk_usage(folder: Path) -> Any:
+        asked.append(folder)
+        return usage._replace(free=7)
+
+    monkeypatch.setattr(shutil, "disk_usage", disk_usage)
+    assert free_bytes(tmp_path / "not" / "made") == 7
+    assert asked == [tmp_path]
+
+
+GUESS = ["environment._target_=tests.mode.own_environments.Guess", "reward=environment"]
+
+
+def workers() -> list[str]:
+    """Command lines of the workers that this process has; one that was killed and not reaped yet has none."""
+    lines = []
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            lines.append(" ".join(child.cmdline()))
+    return [line for line in lines if "app.environment.worker" in line]
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ([*GUESS, "environment.args.hint=colder"], ""),
+        ([*GUESS, "environment.python=/no/such/python"], "/no/such/python"),
+        (["environment._target_=tests.mode.dying_environment.Guess"], "(exit code 4); its last line: no license was f"),
+    ],
+)
+def test_an_environment_that_cannot_be_loaded_is_one_sentence_and_leaves_no_process(
+    settings: list[str], named: str, tiny_model: Path
+) -> None:
+    found = problems_of(*settings).get("environment", "")
+    assert named in found
+    assert (found == "", found.count("\n")) == (named == "", 0)
+    assert workers() == []

@@ -16,15 +16,11 @@ FLAGS = (
 
 def picture(page: Path, out: Path, folder: Path, *, dark: bool) -> None:
     """Save a picture of the top of the page."""
-    _chromium(str(page.absolute()), folder, f"--screenshot={out}", dark=dark)
-
-
-def _chromium(page: str, folder: Path, do: str, *, dark: bool) -> subprocess.CompletedProcess[str]:
     assert CHROMIUM is not None
     scheme = f"--blink-settings=preferredColorScheme={0 if dark else 1}"
-    profile = f"--user-data-dir={folder / 'profile'}"
-    command = [CHROMIUM, *FLAGS.split(), scheme, profile, do, f"file://{page}"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    options = [*FLAGS.split(), scheme, f"--user-data-dir={folder / 'profile'}", f"--screenshot={out}"]
+    command = [CHROMIUM, *options, f"file://{page.absolute()}"]
+    subprocess.run(command, capture_output=True, timeout=120, check=True)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """Groups and metrics of a plausible run, and its recording."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -90,8 +89,3 @@ def record(config: RunConfig, folder: Path, steps: Sequence[int], resumed_at: in
             recorder.log_eval(0, {"eval": {"accuracy": 0.25}})
         for step in steps:
             recorder.log(step, {**metrics(step), "lr": 0.5})
-
-
-def warnings(folder: Path) -> list[str]:
-    path = folder / "logs/warnings.jsonl"
-    return [json.loads(line)["text"] for line in path.read_text().splitlines()] if path.exists() else []

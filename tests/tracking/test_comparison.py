@@ -37,21 +37,18 @@ def test_means_cover_the_finished_runs_of_a_setting_and_the_best_comes_first() -
     assert compare(one_each).seed_groups() == {}
 
 
-def a_job(folder: Path, overrides: list[str], **summary: Any) -> None:
-    config = OmegaConf.merge(OmegaConf.structured(RunConfig), OmegaConf.from_dotlist(overrides))
-    (folder / "config").mkdir(parents=True)
-    OmegaConf.save(config, folder / "config" / "config.yaml")
-    OmegaConf.save(OmegaConf.create(overrides), folder / "config" / "overrides.yaml")
-    (folder / "metrics.jsonl").write_text('{"step": 1, "time/step": 1.0}\n')
-    accuracies = {f"eval/accuracy_{each}": summary.pop(each) for each in ("first", "last", "best") if each in summary}
-    content = {"status": "finished", "steps": 5, **accuracies, "total/seconds": 60.0, **summary}
-    (folder / "summary.json").write_text(json.dumps(content))
-
-
 def test_a_sweep_over_seeds_ends_with_means_on_the_screen_in_the_report_and_in_csv_files(tmp_path: Path) -> None:
     for job, (lr, seed, last) in enumerate(((0.1, 0, 0.7), (0.1, 1, 0.5), (0.2, 0, 0.9), (0.2, 1, 0.9))):
+        folder = tmp_path / f"{job}-x"
         overrides = [f"trainer.lr={lr}", f"seed={seed}", "steps=5", "eval.every=0"]
-        a_job(tmp_path / f"{job}-x", overrides, first=0.25, last=last, best=last)
+        config = OmegaConf.merge(OmegaConf.structured(RunConfig), OmegaConf.from_dotlist(overrides))
+        (folder / "config").mkdir(parents=True)
+        OmegaConf.save(config, folder / "config" / "config.yaml")
+        OmegaConf.save(OmegaConf.create(overrides), folder / "config" / "overrides.yaml")
+        (folder / "metrics.jsonl").write_text('{"step": 1, "time/step": 1.0}\n')
+        accuracies = {"eval/accuracy_first": 0.25, "eval/accuracy_last": last, "eval/accuracy_best": last}
+        summary = {"status": "finished", "steps": 5, **accuracies, "total/seconds": 60.0}
+        (folder / "summary.json").write_text(json.dumps(summary))
     seeds = ["25.0% ± 0.0%", "60.0% ± 14.1%", "60.0% ± 14.1%", "1 min 00 s ± 0 s"]
     assert end_sweep(tmp_path)[10].split() == ["0.1", "2", *" ".join(seeds).split()]
     assert "".join(f"<td>{cell}</td>" for cell in ("0.1", "2", *seeds)) in (tmp_path / "report.html").read_text()

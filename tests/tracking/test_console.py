@@ -1,12 +1,22 @@
+"""What a run writes to the screen and to its driver's log."""
+
 import io
+import logging
+import logging.config
 import os
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+import yaml
+
 from app.config import RunConfig
+from app.start.output_folder import driver_log
 from app.tracking.console import RunConsole
+from tests.folders import ROOT
 from tests.tracking.records import metrics
 
 
@@ -33,7 +43,34 @@ Path("finished").touch()
 def test_a_run_goes_on_when_the_reader_of_its_output_ends(tmp_path: Path) -> None:
     (tmp_path / "run.py").write_text(READER_GOES)
     command = f"{shlex.quote(sys.executable)} run.py | head -n 1 > /dev/null; exit ${{PIPESTATUS[0]}}"
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=environment, capture_output=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, b"")
     assert (tmp_path / "finished").exists()
+
+
+@pytest.fixture
+def configured(tmp_path: Path) -> Iterator[Path]:
+    """The driver log of a run, with logging as Hydra configures it; the setup is undone afterwards."""
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    logging.config.dictConfig(yaml.safe_load((ROOT / "conf/hydra/job_logging/rich.yaml").read_text()))
+    with driver_log(tmp_path):
+        yield tmp_path / "logs/driver.log"
+    root.handlers, root.level = handlers, level
+
+
+def test_warnings_go_to_stderr_and_the_file_and_other_records_to_the_file_only(
+    configured: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert not configured.parent.exists()  # the first record creates it
+    log = logging.getLogger("app.some.part")
+    log.info("quiet")
+    log.warning("watch %s", "out")
+    log.error("broken")
+    assert capsys.readouterr().err == "warning: watch out\nerror: broken\n"
+    assert [line.split(" ", 2)[2] for line in configured.read_text().splitlines()] == [
+        "INFO app.some.part: quiet",
+        "WARNING app.some.part: watch out",
+        "ERROR app.some.part: broken",
+    ]

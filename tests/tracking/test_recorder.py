@@ -7,11 +7,8 @@ import pytest
 from app.config import RunConfig
 from app.errors import EngineError, Interrupted
 from app.tracking.recorder import RunFolderRecorder, evaluation_metrics
+from tests.folders import json_lines
 from tests.tracking.records import group, metrics
-
-
-def rows(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def summary(folder: Path) -> dict[str, Any]:
@@ -30,7 +27,8 @@ def test_a_run_leaves_metrics_samples_prompts_summary_and_timeline(tmp_path: Pat
         recorder.log_prompts(1, trained=["a/1@0"], filtered=["a/2@0", "a/3@0"], unplayable=["a/3@0"])
         recorder.note("evaluating", {"evaluated/step": 2})
         recorder.log_eval(2, {"eval": {"accuracy": 0.75}})
-    assert [(row["step"], row.get("eval/accuracy")) for row in rows(folder)] == [(0, 0.25), (1, None), (2, 0.75)]
+    accuracies = [(row["step"], row.get("eval/accuracy")) for row in json_lines(folder / "metrics.jsonl")]
+    assert accuracies == [(0, 0.25), (1, None), (2, 0.75)]
     found = {"status": "finished", "steps": 2, "eval/accuracy_last": 0.75, "evaluated/step": 2}
     assert found.items() <= summary(folder).items()
     prompts = {"step": 1, "trained": ["a/1@0"], "filtered": ["a/2@0", "a/3@0"], "unplayable": ["a/3@0"]}
@@ -65,7 +63,7 @@ def test_a_warning_is_reported_once_and_again_where_its_step_is_trained_again(tm
         recorder.resume(2)
         for text in ("before", "later"):
             recorder.warn(text)
-    lines = [json.loads(line) for line in (tmp_path / "logs/warnings.jsonl").read_text().splitlines()]
+    lines = json_lines(tmp_path / "logs/warnings.jsonl")
     assert [(line["step"], line["text"]) for line in lines] == [(0, "before"), (2, "later")]
 
 
@@ -83,13 +81,13 @@ def test_a_resumed_run_sets_later_steps_aside_and_its_summary_covers_the_whole_r
         for step in (3, 4):
             recorder.log(step, metrics(step))
         recorder.log_eval(4, {"eval": {"accuracy": 0.5}})
-    assert [row["step"] for row in rows(tmp_path)] == [0, 1, 2, 3, 4]
+    assert [row["step"] for row in json_lines(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3, 4]
     assert not (tmp_path / "samples/step_3.jsonl").exists()
     content = summary(tmp_path)
     assert (content["steps"], content["total/completion_tokens"]) == (4, 400)
     assert (content["eval/accuracy_first"], content["eval/accuracy_last"]) == (0.25, 0.5)
     aside = tmp_path / "aside_1"
-    assert [row["step"] for row in rows(aside)] == [3]
+    assert [row["step"] for row in json_lines(aside / "metrics.jsonl")] == [3]
     assert (aside / "samples/step_3.jsonl").read_bytes() == third
     assert json.loads((aside / "prompts.jsonl").read_text()) == {"step": 3, "trained": ["a/3@0"], "filtered": []}
     assert json.loads((aside / "logs/warnings.jsonl").read_text())["text"] == "odd"

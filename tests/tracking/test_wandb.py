@@ -10,7 +10,8 @@ from pathlib import Path
 import psutil
 
 from app.cluster.process_reaper import process_reaper
-from tests.tracking.records import offline, record, warnings
+from tests.folders import warnings
+from tests.tracking.records import offline, record
 from tests.tracking.wandb_file import recorded
 from tests.waiting import until
 

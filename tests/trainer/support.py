@@ -46,7 +46,13 @@ def scored_groups(count: int, size: int = 4, *, seed: int = 0, shortest: int = 0
     groups = []
     for index in range(count):
         prompt = Prompt(f"random/{index}@0", tokens(random, int(random.integers(1, 7))), "", "random")
-        trajectories = [_trajectory(prompt, random, int(random.integers(shortest, LIMIT + 1))) for _ in range(size)]
+        trajectories = []
+        for _ in range(size):
+            length = int(random.integers(shortest, LIMIT + 1))
+            reason = FinishReason.length if length == LIMIT else FinishReason.stop
+            logprobs = random.normal(-3, 1, length).astype(np.float32)
+            completion = Completion(tokens(random, length), logprobs, reason, (VersionSpan(0, 0, length),))
+            trajectories.append(Trajectory(prompt, completion, "", reward=0.0))
         advantages = random.normal(size=size).astype(np.float32)
         groups.append(ScoredGroup(Group(prompt, tuple(trajectories)), advantages))
     return groups
@@ -54,14 +60,6 @@ def scored_groups(count: int, size: int = 4, *, seed: int = 0, shortest: int = 0
 
 def tokens(random: np.random.Generator, count: int) -> np.ndarray:
     return random.integers(0, VOCABULARY, count).astype(np.int32)
-
-
-def _trajectory(prompt: Prompt, random: np.random.Generator, length: int) -> Trajectory:
-    reason = FinishReason.length if length == LIMIT else FinishReason.stop
-    logprobs = random.normal(-3, 1, length).astype(np.float32)
-    return Trajectory(
-        prompt, Completion(tokens(random, length), logprobs, reason, (VersionSpan(0, 0, length),)), "", reward=0.0
-    )
 
 
 def demonstrations(count: int, *, seed: int = 5) -> list[TokenSequence]:

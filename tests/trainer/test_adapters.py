@@ -1,6 +1,5 @@
 """Train steps of adapters: against float64 without the application, on one rank and on two."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from app.model.lora.names import delta, pairs
 from app.model.policy import named_checkpoint_tensors
 from app.types import ScoredGroup
 from tests.model.lora.support import adapt
-from tests.model.support import relative, save_qwen3, save_qwen35
+from tests.model.support import relative, save_qwen35
 from tests.trainer import plain
 from tests.trainer.ranks import play_on, run_on
 from tests.trainer.support import SGD, Result, Scenario, full, make_step, play, sampled, scored_groups, train
@@ -24,17 +23,12 @@ from tests.trainer.test_step import GRPO, assert_same
 LORA = LoraConfig(rank=3, alpha=2.0)
 KL = replace(GRPO, kl=Kl.k3, kl_coefficient=0.1)
 TWO_UPDATES = replace(KL, updates_per_step=2, clip_low=0.05, clip_high=0.05)
-SAVE: dict[str, Callable[[Path], Path]] = {"qwen3": save_qwen3, "qwen35": save_qwen35}
 
 
 @pytest.fixture(scope="module")
-def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {name: save(tmp_path_factory.mktemp(name)) for name, save in SAVE.items()}
-
-
-@pytest.fixture(scope="module")
-def groups(paths: dict[str, Path]) -> list[ScoredGroup]:
-    return sampled(paths["qwen3"], scored_groups(8))
+def linear(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen3.5; `path` is a Qwen3."""
+    return save_qwen35(tmp_path_factory.mktemp("qwen35"))
 
 
 @pytest.fixture(scope="module")
@@ -45,15 +39,15 @@ def scenarios(groups: list[ScoredGroup]) -> dict[str, Scenario]:
 
 @pytest.fixture(scope="module")
 def on_two_ranks(
-    paths: dict[str, Path], scenarios: dict[str, Scenario], tmp_path_factory: pytest.TempPathFactory
+    path: Path, scenarios: dict[str, Scenario], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Result]:
-    return play_on(2, paths["qwen3"], scenarios, tmp_path_factory.mktemp("ranks") / "results.pt")
+    return play_on(2, path, scenarios, tmp_path_factory.mktemp("ranks") / "results.pt")
 
 
-@pytest.mark.parametrize("kind", SAVE)
-def test_a_step_matches_merged_weights_of_transformers_in_float64(kind: str, paths: dict[str, Path]) -> None:
+@pytest.mark.parametrize("kind", ["path", "linear"])
+def test_a_step_matches_merged_weights_of_transformers_in_float64(kind: str, request: pytest.FixtureRequest) -> None:
     """Its loss with the KL to the base, its gradients, and the parameters after an SGD update."""
-    path = paths[kind]
+    path = request.getfixturevalue(kind)
     groups = sampled(path, scored_groups(4))
     ours = play(path, Scenario(KL, groups, lora=LORA, moved=True))
     model = plain.transformers_model(path)
@@ -68,20 +62,20 @@ def test_a_step_matches_merged_weights_of_transformers_in_float64(kind: str, pat
         assert relative(ours.moved(name), -SGD.lr * parameter.grad) < 1e-3, name
 
 
-def test_the_norm_is_that_of_what_the_adapters_add(paths: dict[str, Path], groups: list[ScoredGroup]) -> None:
-    result = play(paths["qwen3"], Scenario(GRPO, groups, lora=LORA, moved=True))
+def test_the_norm_is_that_of_what_the_adapters_add(path: Path, groups: list[ScoredGroup]) -> None:
+    result = play(path, Scenario(GRPO, groups, lora=LORA, moved=True))
     deltas = [delta(a.double(), b.double(), LORA.scale) for a, b in pairs(result.after).values()]
     assert result.metrics["lora/norm"] == pytest.approx(torch.stack([each.norm() for each in deltas]).norm().item())
-    assert "lora/norm" not in play(paths["qwen3"], Scenario(GRPO, groups)).metrics
-    nothing = play(paths["qwen3"], Scenario(GRPO, [], lora=LORA))
+    assert "lora/norm" not in play(path, Scenario(GRPO, groups)).metrics
+    nothing = play(path, Scenario(GRPO, [], lora=LORA))
     assert (nothing.updates, nothing.metrics["lora/norm"]) == (0, 0.0)
 
 
 @pytest.mark.parametrize("name", ["from the base", "two updates"])
 def test_two_ranks_compute_the_step_of_one(
-    name: str, paths: dict[str, Path], scenarios: dict[str, Scenario], on_two_ranks: dict[str, Result]
+    name: str, path: Path, scenarios: dict[str, Scenario], on_two_ranks: dict[str, Result]
 ) -> None:
-    ours, theirs = on_two_ranks[name], play(paths["qwen3"], scenarios[name])
+    ours, theirs = on_two_ranks[name], play(path, scenarios[name])
     for parameter, before in theirs.before.items():
         assert torch.equal(ours.before[parameter], before), parameter
     assert_same(ours, theirs)
@@ -101,31 +95,27 @@ def in_bfloat16(mesh: DeviceMesh, path: Path, scenario: Scenario) -> tuple[Resul
     return play(path, scenario, mesh), dtypes, base
 
 
-def gradients_without_fsdp(path: Path, scenario: Scenario) -> dict[str, Tensor]:
-    step = make_step(path, scenario)
+def test_a_bfloat16_base_and_float32_adapters_train_in_one_fsdp_group(
+    linear: Path, groups: list[ScoredGroup], tmp_path: Path
+) -> None:
+    """Layers with full attention have one group, those with linear attention two."""
+    scenario = Scenario(KL, groups, lora=LORA, moved=True, compute_dtype=torch.bfloat16)
+    one, dtypes, base = run_on(1, in_bfloat16, tmp_path / "one", linear, scenario)
+    two, same_dtypes, same_base = run_on(2, in_bfloat16, tmp_path / "two", linear, scenario)
+    float32 = {f"{name} torch.float32" for name in ("lora_A", "lora_B", "A_log", "dt_bias")}
+    assert dtypes == same_dtypes == {"base torch.bfloat16"} | float32
+
+    step = make_step(linear, scenario)  # without FSDP
     for name, parameter in step.model.named_parameters():
         if name.endswith("conv1d.weight"):  # computes with the decays, in float32
             parameter.data = parameter.data.float()
     train(step, scenario)
-    return step.optimizer.gradients[0]  # type: ignore[attr-defined]
-
-
-def test_a_bfloat16_base_and_float32_adapters_train_in_one_fsdp_group(
-    paths: dict[str, Path], groups: list[ScoredGroup], tmp_path: Path
-) -> None:
-    """Layers with full attention have one group, those with linear attention two."""
-    path = paths["qwen35"]
-    scenario = Scenario(KL, groups, lora=LORA, moved=True, compute_dtype=torch.bfloat16)
-    one, dtypes, base = run_on(1, in_bfloat16, tmp_path / "one", path, scenario)
-    two, same_dtypes, same_base = run_on(2, in_bfloat16, tmp_path / "two", path, scenario)
-    float32 = {f"{name} torch.float32" for name in ("lora_A", "lora_B", "A_log", "dt_bias")}
-    assert dtypes == same_dtypes == {"base torch.bfloat16"} | float32
-    plain_module = gradients_without_fsdp(path, scenario)
+    plain_module = step.optimizer.gradients[0]  # type: ignore[attr-defined]
     for name, gradient in one.gradients[0].items():
         assert gradient.dtype == one.after[name].dtype == torch.float32
         assert relative(gradient, plain_module[name]) < 1e-2, name  # each microbatch's gradient is rounded
         assert relative(two.gradients[0][name], gradient) < 0.02, name  # microbatches are packed differently
-    source = make_step(path, Scenario(GRPO, groups))
+    source = make_step(linear, Scenario(GRPO, groups))
     for name, tensor in named_checkpoint_tensors(source.model):
         assert torch.equal(base[name], same_base[name]), name
         assert torch.equal(base[name], tensor.to(base[name].dtype)), name

@@ -26,9 +26,8 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def scenarios(path: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Scenario]:
+def scenarios(path: Path, reference: Path) -> dict[str, Scenario]:
     groups = sampled(path, scored_groups(8))
-    reference = save_qwen3(tmp_path_factory.mktemp("reference"), seed=1)
     masked, with_reference = (ALGORITHMS[name][0] for name in ("dapo masked", "kl and entropy"))
     three = sampled(path, scored_groups(1, size=3, seed=5, shortest=2))
     return {

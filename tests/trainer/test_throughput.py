@@ -32,12 +32,12 @@ def test_flops_of_a_sequence_match_the_count_of_torch(tied: bool, tmp_path: Path
     assert cost.step.of([tokens], 0) + cost.step.per_completion_token * 5 == cost.step.of([tokens], 5)
 
 
-def test_a_frozen_base_needs_no_gradients_of_its_weights(tmp_path: Path) -> None:
+def test_a_frozen_base_needs_no_gradients_of_its_weights(path: Path) -> None:
     """Counted by torch on transformers' model with the same adapters.
 
     Of the first layer torch also leaves out the gradients of its input, which nothing needs.
     """
-    path, tokens, lora = save_qwen3(tmp_path / "model"), 64, LoraConfig(rank=4)
+    tokens, lora = 64, LoraConfig(rank=4)
     policy = load(path, mesh=None, device="cpu", lora=lora)
     cost, base = ModelFlops.of(policy), ModelFlops.of(policy, adapters=False)
     model = transformers().AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
@@ -89,9 +89,8 @@ class WorkClock:
 
 @pytest.mark.parametrize(("updates", "kl"), [(1, Kl.none), (4, Kl.k2)])
 def test_the_seconds_of_the_phases_sum_to_those_of_the_step(
-    updates: int, kl: Kl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    updates: int, kl: Kl, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = save_qwen3(tmp_path / "model")
     algorithm = AlgorithmConfig(prompts_per_step=8, group_size=4, updates_per_step=updates, kl=kl)
     scenario = Scenario(algorithm, scored_groups(8), reference=path if algorithm.needs_reference else None)
     step = make_step(path, scenario)

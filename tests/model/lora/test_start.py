@@ -17,7 +17,7 @@ from app.model.hf_directory import identity, require_complete
 from app.model.load import load
 from app.model.lora.base_weights import require_targets
 from tests.compose import composed
-from tests.model.support import batch, save_qwen3, save_qwen35
+from tests.model.support import batch, logprobs_of, save_qwen3, save_qwen35
 from tests.refusals import refused
 
 ATTENTION = ["q_proj", "v_proj"]
@@ -41,17 +41,7 @@ def continued(base: Path, adapter: Path, *overrides: str) -> RunConfig:
     return composed("model=hf", f"model.path={base}", f"model.lora.path={adapter}", *overrides)
 
 
-def theirs(model: Any, temperature: float) -> torch.Tensor:
-    """Log-probabilities [N] of the completions of `batch`, one sequence at a time."""
-    given, found = batch(101), []
-    for sequence, prompt in zip(given.sequences, given.prompts, strict=True):
-        with torch.no_grad():
-            logits = model(input_ids=sequence[None], use_cache=False).logits[0].float() / temperature
-        logprobs = logits.log_softmax(-1)[:-1].gather(-1, sequence[1:, None])[:, 0]
-        found.append(logprobs[prompt - 1 :])
-    return torch.cat(found)
-
-
+@torch.no_grad()
 @pytest.mark.parametrize(
     ("save", "settings", "alpha"),
     [
@@ -71,17 +61,15 @@ def test_the_policy_starts_as_pefts_own_model(
     require_targets(base, lora)
 
     policy = load(base, mesh=None, device="cpu", lora=lora)
-    with torch.no_grad():
-        ours = policy(**batch(101).inputs, temperature=0.7)[0]
-        bare = load(base, mesh=None, device="cpu")(**batch(101).inputs, temperature=0.7)[0]
-    assert (ours - theirs(model, 0.7)).abs().max() < 1e-5
+    ours = policy(**batch(101).inputs, temperature=0.7)[0]
+    bare = load(base, mesh=None, device="cpu")(**batch(101).inputs, temperature=0.7)[0]
+    assert (ours - logprobs_of(model, 0.7)).abs().max() < 1e-5
     assert (ours - bare).abs().max() > 0.1
     assert "path" not in identity(base, lora)["lora"]
 
     out = merge_adapter(config, tmp_path / "run")
-    with torch.no_grad():
-        merged = load(out, mesh=None, device="cpu")(**batch(101).inputs, temperature=0.7)[0]
-    assert (merged - theirs(model, 0.7)).abs().max() < 1e-4
+    merged = load(out, mesh=None, device="cpu")(**batch(101).inputs, temperature=0.7)[0]
+    assert (merged - logprobs_of(model, 0.7)).abs().max() < 1e-4
     with refused("hydra.run.dir", tmp_path / "run"):
         merge_adapter(config, tmp_path / "run")
 
