@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import inspect
 import itertools
 import random
 from collections.abc import Callable, Sequence
@@ -115,8 +116,9 @@ class SimSession:
 class AtOnce(Calls):
     """Calls without a thread, from which virtual time runs away on a busy machine."""
 
-    async def _in_thread(self, function: Callable[..., Any], *args: Any) -> Any:
-        return function(*args)
+    async def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
+        result = function(*args)
+        return await result if inspect.isawaitable(result) else result
 
 
 class InProcessEnvironments:

@@ -201,8 +201,9 @@ def test_a_wrong_setting_is_refused_by_its_key(key: str, words: list[str], tiny_
 @pytest.mark.parametrize(("line", "named"), COMMANDS, ids=[line for line, _ in COMMANDS])
 def test_a_command_that_is_refused_writes_one_sentence_and_nothing_else(line: str, named: str, tmp_path: Path) -> None:
     """In a fork of a process that has imported the application."""
-    given = [f"hydra.run.dir={tmp_path / 'run'}"] if line != "mode=export" else []
-    result = run_warm(*line.split(), *given)
+    named_folder = line != "mode=export"
+    given = [f"hydra.run.dir={tmp_path / 'run'}"] if named_folder else []
+    result = run_warm(*line.split(), *given, cwd=ROOT if named_folder else tmp_path)
     assert result.returncode == 2, result.stderr
     assert_one_sentence(result.stderr, named)
     assert content(tmp_path) == {}
