@@ -11,7 +11,7 @@ from app.config.own_data import with_preset
 from app.errors import ConfigError
 from app.start.preflight import preflight
 from app.start.settle import settle
-from tests.folders import composed_by_hydra, content
+from tests.folders import ROOT, composed_by_hydra, content
 from tests.refusals import require
 from tests.runs import Run
 from tests.warm import run_warm
