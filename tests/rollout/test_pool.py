@@ -19,14 +19,10 @@ class ManualEngine(SimEngine):
     def __init__(self) -> None:
         super().__init__(lambda _: 0.0, lambda _, __: True)
         self.groups: dict[str, asyncio.Future[list[Completion]]] = {}
-        self.pauses: list[object] = []
 
     async def generate(self, request: GroupRequest) -> list[Completion]:
         self.groups[request.prompt_id] = asyncio.get_running_loop().create_future()
         return await self.groups[request.prompt_id]
-
-    async def pause(self, in_flight: InFlight) -> None:
-        self.pauses.append(in_flight)
 
 
 async def sent(pool: EnginePool, name: str, group_size: int) -> asyncio.Task[list[Completion]]:

@@ -77,39 +77,28 @@ def test_a_run_ends_where_its_evaluations_stop_it_and_saves_that_step(
 
 
 @pytest.mark.parametrize(
-    ("checkpoint", "overrides", "finished"),
+    ("status", "checkpoint", "overrides", "finished"),
     [
-        (4, [], True),
-        (4, ["steps=90"], True),  # its evaluations would stop it again
-        (4, ["stop.at_accuracy=0.95"], False),
-        (None, [], True),
+        ("finished", 4, [], True),
+        ("finished", 4, ["steps=90"], True),  # its evaluations would stop it again
+        ("finished", 4, ["stop.at_accuracy=0.95"], False),
+        ("finished", None, [], True),
+        ("interrupted", 4, [], False),  # though its evaluation would stop it
     ],
 )
 def test_a_run_that_stopped_early_is_finished_until_its_settings_let_it_go_on(
-    checkpoint: int | None, overrides: list[str], finished: bool, tmp_path: Path
+    status: str, checkpoint: int | None, overrides: list[str], finished: bool, tmp_path: Path
 ) -> None:
     run = a_run(
-        tmp_path / "run",
-        "steps=60",
-        "stop.at_accuracy=0.9",
-        step=checkpoint,
-        reached=4,
-        status="finished",
-        accuracy=0.92,
+        tmp_path / "run", "steps=60", "stop.at_accuracy=0.9", step=checkpoint, reached=4, status=status, accuracy=0.92
     )
     with (run / "metrics.jsonl").open("a") as metrics:
         metrics.write('{"step": 4, "eval/accuracy": 0.92}\n')
     resumption = resume_training(composed(f"resume={run}", *overrides), tmp_path / "new")
     assert resumption.accuracy == (0.92 if finished else None)
+    assert resumption.checkpoint == (None if finished else run / "checkpoints" / "step_4")
     if finished:
         assert "stop.at_accuracy=0.9" in resumption.notes[-1]
-
-
-def test_an_interrupted_run_is_resumed_though_its_evaluation_would_stop_it(tmp_path: Path) -> None:
-    run = a_run(tmp_path / "run", "stop.at_accuracy=0.9", step=4, reached=4, status="interrupted")
-    with (run / "metrics.jsonl").open("a") as metrics:
-        metrics.write('{"step": 4, "eval/accuracy": 0.92}\n')
-    assert resume_training(composed(f"resume={run}"), tmp_path / "new").checkpoint == run / "checkpoints" / "step_4"
 
 
 @pytest.mark.parametrize(("accuracy", "stops"), [(0.8, False), (0.95, True)])
