@@ -11,6 +11,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from app.environment.protocol import Renderer
+
 TEMPLATES = Path(__file__).parent / "templates"
 TEMPLATE = {"qwen3": "qwen3.jinja", "qwen3.5": "qwen3_5_think.jinja"}
 MODEL_TYPE = {"qwen3": "qwen3", "qwen3.5": "qwen3_5"}
@@ -97,6 +99,13 @@ def by_transformers(
         return_dict=False,
     )
     return found
+
+
+def followed(renderer: Renderer, sequence: Sequence[int], messages: Any, tools: Any = None) -> list[int]:
+    """The tokens that a renderer appends to a sequence that goes on."""
+    appended = renderer.following(sequence, messages, tools)
+    assert appended is not None
+    return appended
 
 
 @cache
