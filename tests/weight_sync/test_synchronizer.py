@@ -22,8 +22,7 @@ LARGEST_MIB = 0.05  # smaller than some tensors of the tiny model, larger than o
 async def test_a_sync_equals_loading_the_export(
     transport: str, bucket_mib: float, trainer: Any, engine: Any, tmp_path: Path
 ) -> None:
-    await restore(trainer, engine, tmp_path)
-    before = await checksum(engine)
+    before = await restore(trainer, engine, tmp_path)
     await set_weights(trainer, 1)
     synchronizer = await make_synchronizer(transport, trainer, [engine], tmp_path, bucket_mib=bucket_mib)
     report = await synchronizer.sync(7)  # verify=first compares with the export, or raises
