@@ -2,7 +2,6 @@
 
 import copy
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -139,17 +138,13 @@ FORMS = {
 @pytest.mark.parametrize("by_function", [False, True])
 @pytest.mark.parametrize("form", FORMS)
 def test_messages_are_read_in_every_form_from_files_and_functions(
-    form: str, by_function: bool, jsonl: Jsonl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    form: str, by_function: bool, jsonl: Jsonl, write_module: Callable[[str], str]
 ) -> None:
     value, question, messages = FORMS[form]
     config = config_of(jsonl(*[{"prompt": value, "answer": "2"}] * 2), question=question)
     if by_function:
-        (tmp_path / "my_conversations.py").write_text(
-            f"def read():\n    return [{{'prompt': {value!r}, 'answer': '2'}}] * 2\n"
-        )
-        monkeypatch.syspath_prepend(str(tmp_path))
-        monkeypatch.delitem(sys.modules, "my_conversations", raising=False)
-        config = config_of(None, question=question, _target_="my_conversations.read")
+        name = write_module(f"def read():\n    return [{{'prompt': {value!r}, 'answer': '2'}}] * 2\n")
+        config = config_of(None, question=question, _target_=f"{name}.read")
     (row,) = rows.load(config).train
     assert (row.question, row.answer, row.messages) == ("1+1=", "2", messages)
 
