@@ -22,10 +22,6 @@ from tests.runs import shared_fork_server
 from tests.waiting import until
 
 
-def _runs(process: psutil.Process, module: str) -> bool:
-    return module in " ".join(process.cmdline())
-
-
 async def test_a_forked_server_has_its_own_arguments_environment_log_and_process_group(
     tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -33,20 +29,17 @@ async def test_a_forked_server_has_its_own_arguments_environment_log_and_process
 
     for server in servers:
         await server.start()
-    for server in servers:
-        process = psutil.Process(server.pid)
+    processes = [psutil.Process(server.pid) for server in servers]
+    module = "app.rollout.engine.server_main"
+    await asyncio.to_thread(until, lambda: all(module in " ".join(each.cmdline()) for each in processes), 60)
+    for server, process in zip(servers, processes, strict=True):
         assert os.getpgid(server.pid) == server.pid
-        await asyncio.to_thread(until, partial(_runs, process, "app.rollout.engine.server_main"), 60)
         assert os.readlink(f"/proc/{server.pid}/fd/1") == str(server.spec.log)
         assert server.spec.key not in " ".join(process.cmdline())
-    assert process_parent(servers[0]) == process_parent(servers[1])  # one process imported SGLang for both
+    assert processes[0].ppid() == processes[1].ppid()  # one process imported SGLang for both
     await servers[0].stop()
     os.killpg(servers[1].pid, signal.SIGKILL)
     assert "was killed by SIGKILL" in str(await asyncio.wait_for(servers[1].died(), 30))
-
-
-def process_parent(server: Server) -> int:
-    return psutil.Process(server.pid).ppid()
 
 
 async def test_a_server_imports_sglang_itself_where_there_is_no_fork_server(tiny_model: Path, tmp_path: Path) -> None:
