@@ -147,13 +147,10 @@ class Env:
 TURNS = 6  # of both conversations
 
 
-def played(spec: Any, engine: Recording, model: Path, *, prompts: int, temperature: float) -> list[Group]:
-    async def run() -> list[Group]:
-        async with rollouter_of(spec, [engine]) as rollouter:
-            groups = [group(rollouter, tiny_prompt(n, model), temperature=temperature) for n in range(prompts)]
-            return await asyncio.gather(*groups)
-
-    return asyncio.run(run())
+async def played(spec: Any, engine: Recording, model: Path, *, prompts: int, temperature: float) -> list[Group]:
+    async with rollouter_of(spec, [engine]) as rollouter:
+        groups = [group(rollouter, tiny_prompt(n, model), temperature=temperature) for n in range(prompts)]
+        return await asyncio.gather(*groups)
 
 
 def asked(recording: Recording) -> Counter[tuple[bytes, bytes]]:

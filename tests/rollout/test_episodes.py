@@ -149,20 +149,16 @@ def test_too_many_failures_end_the_run_with_the_reason() -> None:
     assert all(session.ended for session in setting.environments.sessions)
 
 
-def test_an_abort_reaches_an_episode_inside_its_environment_and_counts_what_was_sampled() -> None:
+@virtual
+async def test_an_abort_reaches_an_episode_inside_its_environment_and_counts_what_was_sampled() -> None:
     setting = Setting(lambda task, number: Script(seconds=0.0 if number else 100.0))
-
-    async def story() -> tuple[float, Aborted]:
-        playing = asyncio.create_task(setting.group())
-        await asyncio.sleep(1.5)  # one is in its environment, the other in its second turn
-        await setting.rollouter.abort(["sim/0"])
-        with pytest.raises(Aborted) as aborted:
-            await playing
-        return now(), aborted.value
-
-    ended, aborted = run_virtual(story())
-    assert ended == pytest.approx(1.5)
-    assert aborted.tokens == 4
+    playing = asyncio.create_task(setting.group())
+    await asyncio.sleep(1.5)  # one is in its environment, the other in its second turn
+    await setting.rollouter.abort(["sim/0"])
+    with pytest.raises(Aborted) as aborted:
+        await playing
+    assert now() == pytest.approx(1.5)
+    assert aborted.value.tokens == 4
     assert [session.ended for session in setting.environments.sessions] == ["aborted", "aborted"]
     assert [session.closed for session in setting.environments.sessions] == [1, 1]
     assert setting.rollouter.requests.in_flight == {}
