@@ -24,15 +24,6 @@ PATIENCE_S = 60.0  # for anything that should happen
 _modules = itertools.count()
 
 
-def environment_module(folder: Path, source: str, *, characters: bool = True) -> str:
-    """Write a module, by default with a renderer of characters; returns its name, unique in this session."""
-    name = f"environment_of_a_test_{os.getpid()}_{next(_modules)}"
-    shutil.copy(Path(__file__).with_name("characters.py"), folder / "characters.py")
-    head = "import characters\ncharacters.install()\n" if characters else ""
-    (folder / f"{name}.py").write_text(head + textwrap.dedent(source))
-    return name
-
-
 @dataclass
 class Maker:
     """Makes specs of environments that a test writes."""
@@ -50,8 +41,11 @@ class Maker:
         model: Path | None = None,
         **limits: float | None,
     ) -> EnvironmentSpec:
-        """The spec; `model` has a tokenizer for plain text."""
-        module = environment_module(self.folder, source, characters=model is None)
+        """The spec; `model` has a tokenizer for plain text, in place of a renderer of characters."""
+        module = f"environment_of_a_test_{os.getpid()}_{next(_modules)}"  # unique in this session
+        shutil.copy(Path(__file__).with_name("characters.py"), self.folder)
+        head = "" if model else "import characters\ncharacters.install()\n"
+        (self.folder / f"{module}.py").write_text(head + textwrap.dedent(source))
         chosen: dict[str, Any] = {
             "max_turns": 8,
             "max_turn_tokens": None,

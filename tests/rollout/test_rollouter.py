@@ -5,17 +5,12 @@ from collections.abc import Callable
 
 import pytest
 
-from app.config.recovery import RecoveryConfig
-from app.config.reward import RewardConfig
 from app.errors import EngineError
-from app.reward.scorer import Scorer
-from app.rollout.engine.pool import EnginePool
 from app.rollout.requests import Aborted
 from app.rollout.rollouter import Rollouter
-from app.tracking.run_folder.timeline import Timeline
 from app.types import Completion, Group, GroupRequest, Sampling
+from tests.rollout.episodes import rollouter_with
 from tests.simulation import SimEngine, now, prompts, run_virtual, virtual
-from tests.tiny_models.tokenizer import build_tokenizer
 
 SAMPLING = Sampling(1.0, 1.0, 16)
 Fails = Callable[[GroupRequest, int], Exception | None]  # request, its attempt from 1 → error
@@ -37,9 +32,7 @@ class FailingEngine(SimEngine):
 def rollouter(fails: Fails = lambda request, attempt: None, **limits: int) -> tuple[Rollouter, FailingEngine]:
     engine = FailingEngine(lambda prompt_id: 1.0, lambda prompt_id, member: True)
     engine.fails = fails
-    scorer = Scorer(RewardConfig(components={"exact": 1.0}))
-    made = Rollouter(EnginePool([engine]), scorer, build_tokenizer(256), Timeline(), RecoveryConfig(**limits))
-    return made, engine
+    return rollouter_with(None, [engine], reward="exact", **limits), engine
 
 
 async def sample(made: Rollouter, count: int = 1) -> list[Group]:
