@@ -98,6 +98,7 @@ def test_a_new_user_message_strips_reasoning_by_the_template_and_keeps_it_on_dem
     appended = followed(keeping, sequence, [NEXT])
     assert whole[-len(appended) :] == appended
     assert whole != sequence + appended
+    assert keeping.following(sequence, [answer, NEXT]) is None  # a reply that was not sampled here
 
 
 def test_a_truncated_reply_is_closed_by_tokens_that_were_not_sampled(family: str, renderer: Renderer) -> None:
@@ -108,12 +109,6 @@ def test_a_truncated_reply_is_closed_by_tokens_that_were_not_sampled(family: str
 
     in_thought = opening + ids("Hm. So" if family == "qwen3.5" else "<think>\nHm. So")
     assert renderer.following(in_thought, [RESULT], TOOLS) == [*ids(f"</think>{END}"), *after_whole]
-
-
-def test_an_assistant_message_among_the_new_ones_begins_a_new_sequence(family: str, models: dict[str, Path]) -> None:
-    renderer = renderer_for("chat", str(models[family]), "keep", False)
-    sequence = renderer.opening([QUESTION]) + ids(f"3{END}")
-    assert renderer.following(sequence, [{"role": "assistant", "content": "4"}, NEXT]) is None
 
 
 def parse(models: dict[str, Path], family: str, text: str, tools: Any = TOOLS) -> Reply:

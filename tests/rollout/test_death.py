@@ -87,15 +87,13 @@ def visitor(own: OwnServer, tmp_path: Path) -> Iterator[RemoteEngine]:
     ray.kill(engine.actor)
 
 
-def test_a_server_answers_only_with_its_key(own: OwnServer) -> None:
+def test_a_server_answers_only_with_its_key_which_no_process_list_and_no_log_shows(own: OwnServer) -> None:
     for headers in ({}, {"Authorization": "Bearer another"}):
         call = urllib.request.Request(own.url + "/server_info", headers=headers)
         with pytest.raises(urllib.error.HTTPError) as refused:
             urllib.request.urlopen(call, timeout=10)
         assert refused.value.code == 401
 
-
-def test_no_process_list_and_no_log_shows_the_key(own: OwnServer) -> None:
     processes = process_group(own.pid)
     assert len(processes) >= 4  # the server, its watcher, its scheduler, its detokenizer
     assert not [process for process in processes if KEY in " ".join(process.cmdline())]

@@ -83,7 +83,7 @@ def test_every_request_begins_with_all_tokens_of_the_sequence_and_only_sampled_o
 
 
 @virtual
-async def test_the_turns_of_a_group_stay_on_one_engine_and_groups_spread_over_engines() -> None:
+async def test_the_turns_of_a_group_stay_on_one_engine_with_one_seed_and_groups_spread_over_engines() -> None:
     setting = Setting(engines=2)
 
     await asyncio.gather(*(setting.group(prompt=number) for number in range(4)))
@@ -91,6 +91,8 @@ async def test_the_turns_of_a_group_stay_on_one_engine_and_groups_spread_over_en
     assert not served[0] & served[1]
     assert [len(each) for each in served] == [2, 2]
     assert setting.rollouter.pool._sticky_episodes.tolist() == [0, 0]
+    seeds = {(session.task.id, session.task.seed) for session in setting.environments.sessions}
+    assert len(seeds) == len({seed for _, seed in seeds}) == 4
 
 
 @virtual
@@ -180,13 +182,3 @@ def test_a_sequence_never_outgrows_the_context() -> None:
     setting = Setting(lambda task, number: Script(turns=9), max_response_tokens=6)
     run_virtual(setting.group(max_tokens=1000))
     assert max(len(r.token_ids) + r.sampling.max_tokens for r in setting.requests) == 8 + 6
-
-
-@virtual
-async def test_the_members_of_a_group_have_one_seed_and_groups_have_others() -> None:
-    setting = Setting()
-
-    await setting.group(prompt=0)
-    await setting.group(prompt=1)
-    seeds = [session.task.seed for session in setting.environments.sessions]
-    assert seeds[0] == seeds[1] != seeds[2] == seeds[3]
