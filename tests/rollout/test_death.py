@@ -102,7 +102,6 @@ def test_a_server_answers_only_with_its_key_which_no_process_list_and_no_log_sho
 
 async def test_a_running_server_is_used_by_its_address(own: OwnServer, visitor: RemoteEngine) -> None:
     """At the same time as by another host, for the same prompt."""
-
     theirs = await in_flight(own.engine, request(group_size=2, temperature=HOT, max_tokens=2000))
     assert len(await visitor.generate(request(group_size=2))) == 2
     assert not theirs.done()

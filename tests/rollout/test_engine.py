@@ -119,7 +119,6 @@ async def test_a_prompt_in_flight_is_refused_and_abort_ends_its_group_and_no_oth
 
 async def test_a_paused_engine_leaves_the_cores_to_others_and_wakes_at_once(endless: RemoteEngine) -> None:
     """SGLang's own loop would take a whole core while the trainer trains."""
-
     task = await in_flight(endless, request(group_size=4, temperature=HOT, max_tokens=LONG))
     await endless.pause(InFlight.retract)
     try:

@@ -77,7 +77,6 @@ async def test_every_load_has_a_name_of_its_own_and_later_requests_use_it() -> N
 
 async def test_an_adapter_whose_load_was_not_answered_is_unloaded_later() -> None:
     """The server may have it all the same."""
-
     server = Double()
     await server.adapters.load(1, BODY)
     server.failures["+"] = [NoAnswer("no answer")]

@@ -74,7 +74,6 @@ async def test_requests_after_a_sync_use_no_cache_of_older_weights(
     in_flight: InFlight, trainer: Any, engine: Any, tiny_model: Path, tmp_path: Path
 ) -> None:
     """in_place keeps the cache for requests in flight; it may also hold the prompts of others."""
-
     synchronizer = await make_synchronizer("ipc", trainer, [engine], tmp_path, verify=Verify.never, in_flight=in_flight)
     for version, seed in ((30, 0), (31, 2), (32, 1)):
         await set_weights(trainer, seed)
