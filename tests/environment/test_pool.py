@@ -71,15 +71,12 @@ def notes(folder: Path) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
-@pytest.mark.parametrize("ending", ["stop", "turns", "length"])
-async def test_an_episode_is_closed_once_however_it_ends_well(own: Maker, tmp_path: Path, ending: str) -> None:
-    spec = own(CLOSING, args={"folder": str(tmp_path)}, max_turns=2 if ending == "turns" else 8)
-    replies = {"stop": ["a", "end"], "turns": ["a", "a"], "length": ["a"]}[ending]
-
-    async with running_pool(spec) as pool:
-        played = await play_one(pool, *replies)
-    assert (played.scored.ending, played.scored.scores) == (ending, {"score": 1.0})
-    assert notes(tmp_path) == ["began set/0@0", "closed set/0@0"]
+async def test_an_episode_is_closed_once_however_it_ends_well(own: Maker, tmp_path: Path) -> None:
+    replies = {"stop": ["a", "end"], "turns": ["a", "a"], "length": ["a"]}
+    async with running_pool(own(CLOSING, args={"folder": str(tmp_path)}, max_turns=2)) as pool:
+        ends = [(await play_one(pool, *said)).scored for said in replies.values()]
+    assert [(end.ending, end.scores) for end in ends] == [(ending, {"score": 1.0}) for ending in replies]
+    assert notes(tmp_path) == ["began set/0@0", "closed set/0@0"] * 3
 
 
 async def test_a_truncated_last_reply_ends_the_episode_as_length(own: Maker) -> None:
