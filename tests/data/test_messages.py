@@ -80,14 +80,13 @@ def test_a_conversation_is_rendered_as_the_models_template_renders_it(
         for messages in CONVERSATIONS.values()
     ]
     data = build(config, model, seed=0, max_prompt_tokens=1000)
-    assert [prompt.token_ids.tolist() for prompt in data.train.take(4)] == expected
+    found = data.train.take(4)
+    assert [prompt.token_ids.tolist() for prompt in found] == expected
     assert [prompt.token_ids.tolist() for prompt in data.evals["eval"]] == expected
     assert "<tool_response>" in model.decode(expected[3])
     assert model.decode(expected[2]).count("<|im_start|>user") == 2
 
-
-def test_a_reward_gets_the_last_messages_text_and_all_messages(stored: str, model: Any) -> None:
-    found = prompts(config_of(stored), model)
+    # for rewards: the last message's text, and all messages
     assert [prompt.question for prompt in found] == ["1+1=", "1+2=", "And one more?", "3"]
     assert [list(prompt.messages) for prompt in found] == list(CONVERSATIONS.values())
     assert [len(prompt.row["prompt"]) for prompt in found] == [1, 2, 4, 3]

@@ -218,7 +218,9 @@ def test_what_a_client_rendered_is_read_as_messages(family: str, models: dict[st
     assert renderer.read(ids("more of it" + END)) == [{"role": "user", "content": "more of it"}]
 
 
-def test_plain_sequences_are_the_text_of_all_messages(tiny_model: Path) -> None:
+def test_plain_sequences_are_the_text_of_all_messages_and_begin_as_the_drivers_prompt(tiny_model: Path) -> None:
+    from transformers import AutoTokenizer
+
     renderer = renderer_for("plain", str(tiny_model))
     opening = renderer.opening([{"role": "user", "content": "37*84="}])
     end = renderer._tokenizer.eos_token_id  # type: ignore[attr-defined]
@@ -234,13 +236,9 @@ def test_plain_sequences_are_the_text_of_all_messages(tiny_model: Path) -> None:
     with pytest.raises(ValueError, match=r"data\.template=plain has no tool calls"):
         renderer.opening([QUESTION], TOOLS)
 
-
-def test_a_plain_opening_has_the_tokens_of_the_drivers_prompt(tiny_model: Path) -> None:
-    from transformers import AutoTokenizer
-
     driver = AutoTokenizer.from_pretrained(tiny_model)
     question = "What is 3 + 4?\n~"
-    opening = renderer_for("plain", str(tiny_model)).opening([{"role": "user", "content": question}])
+    opening = renderer.opening([{"role": "user", "content": question}])
     assert opening == driver([question], add_special_tokens=True)["input_ids"][0]
 
 
