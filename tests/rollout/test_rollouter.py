@@ -1,12 +1,10 @@
 """What becomes of a prompt whose engine fails it, and of groups that fail together. In virtual time."""
 
-import asyncio
 from collections.abc import Callable
 
 import pytest
 
 from app.errors import EngineError
-from app.rollout.requests import Aborted
 from app.rollout.rollouter import Rollouter
 from app.types import Completion, Group, GroupRequest, Sampling
 from tests.rollout.episodes import rollouter_with
@@ -62,19 +60,3 @@ def test_a_prompt_that_an_engine_always_aborts_ends_with_its_name_and_the_engine
     with pytest.raises(EngineError, match=sentence):
         run_virtual(sample(made))
     assert engine.calls["sim/0"] == 3
-
-
-@virtual
-async def test_an_abort_on_request_is_not_an_error_of_the_engine_and_counts_what_was_sampled() -> None:
-    made, engine = rollouter()
-    engine.seconds = lambda prompt_id: 10.0
-    engine.tokens = 100
-
-    group = asyncio.create_task(made.group(prompts(1)[0], size=2, sampling=SAMPLING, version=lambda: 0))
-    await asyncio.sleep(4)
-    await engine.abort(["sim/0"])
-    with pytest.raises(Aborted, match=r"sim/0 .* 80 tokens") as aborted:
-        await group
-    result = aborted.value
-    assert result.tokens == 2 * 40
-    assert engine.calls["sim/0"] == 1
