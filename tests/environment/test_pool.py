@@ -201,18 +201,22 @@ async def test_closing_the_pool_ends_episodes_and_those_that_wait(own: Maker) ->
     assert result.kind == "lost"
 
 
-async def test_an_environment_that_drives_itself_scores_and_has_metrics(own: Maker) -> None:
+async def test_an_environment_that_drives_and_limits_itself_scores_and_has_metrics(own: Maker) -> None:
     spec = own(
         """
+        import asyncio
         class Env:
+            limits_itself = True
             def __init__(self): self.metrics = {"tool_failures": 5}
             async def run(self, task, policy):
                 policy.count("things", 2)
                 await policy(None)
                 if task.row["do"] == "limit": await policy(None)
+                await asyncio.sleep(0.8)  # longer than a step may take
                 return {"none": None, "names": {"b": 1, "a": 0}}[task.row["do"]]
         """,
         max_turns=1,
+        timeout_s=0.5,
     )
 
     async with running_pool(spec) as pool:

@@ -322,20 +322,3 @@ async def test_an_environment_that_drives_itself_fails_like_any_other(own: Maker
         ("value", "the score is a set (set()); give a number, numbers by name, or None"),
     ]
     assert counts == {"raised": 2, "late": 1, "value": 1, "restarts": 0}
-
-
-async def test_an_environment_that_limits_itself_may_take_longer_than_a_step(own: Maker) -> None:
-    spec = own(
-        """
-        import asyncio
-        class Env:
-            limits_itself = True
-            async def run(self, task, policy):
-                await asyncio.sleep(0.6)
-                return 1
-        """,
-        timeout_s=0.2,
-    )
-
-    async with running_pool(spec) as pool:
-        assert (await play_one(pool)).scored.scores == {"score": 1.0}
