@@ -197,8 +197,7 @@ async def test_closing_the_pool_ends_episodes_and_those_that_wait(own: Maker) ->
         with pytest.raises(RunError, match="The workers of the environment are closed"):
             await waiting
         await session.close()
-        result = await session.next()
-    assert result.kind == "lost"
+        assert (await session.next()).kind == "lost"
 
 
 async def test_an_environment_that_drives_and_limits_itself_scores_and_has_metrics(own: Maker) -> None:

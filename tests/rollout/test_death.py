@@ -142,9 +142,8 @@ async def test_an_abort_that_nobody_asked_for_is_an_error_of_that_prompt(visitor
     with pytest.raises(EngineError) as aborted:
         await asyncio.wait_for(visitor.generate(request("aborted/1@0")), 60)
     assert len(await visitor.generate(request("good/2@0"))) == 4  # the engine still serves
-    error = aborted.value
-    assert type(error) is EngineError
-    assert re.search("engine 6 .* 4 of 4 .*aborted/1@0 .*: out of KV cache", str(error))
+    assert type(aborted.value) is EngineError
+    assert re.search("engine 6 .* 4 of 4 .*aborted/1@0 .*: out of KV cache", str(aborted.value))
 
 
 # --- processes that stop or die

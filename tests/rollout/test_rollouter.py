@@ -46,8 +46,7 @@ async def test_a_prompt_that_an_engine_aborts_is_sent_again_after_a_pause() -> N
     made, engine = rollouter(lambda request, attempt: out_of_memory(request) if attempt < 3 else None)
 
     assert len(await sample(made)) == 1
-    result = now()
-    assert result == pytest.approx(3 + 0.25 + 0.5)
+    assert now() == pytest.approx(3 + 0.25 + 0.5)
     assert engine.calls["sim/0"] == 3
 
 

@@ -169,8 +169,7 @@ async def test_a_server_that_is_killed_in_mid_load_costs_nothing_but_the_retry(
     sampled = {name: await each.generate(request(f"k/{name}@0")) for name, each in given.items()}
     await replacement.end()
     await synchronizer.close()
-    message = str(failure.value)
-    assert "weight sync of policy 2 failed at loading the adapter: engine 1" in message
+    assert "weight sync of policy 2 failed at loading the adapter: engine 1" in str(failure.value)
     for completions in sampled.values():
         assert {span.version for each in completions for span in each.spans} == {2}
         assert logprobs_differ(merged(model, 2), request(), completions) < ROUNDING
