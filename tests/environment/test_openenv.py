@@ -58,10 +58,8 @@ class Guessing:
         return ws
 
     async def _observe(self, ws: web.WebSocketResponse, observation: Any, reward: Any, done: bool) -> None:
-        observation = {**observation, "metadata": {}}
-        await ws.send_json(
-            {"type": "observation", "data": {"observation": observation, "reward": reward, "done": done}}
-        )
+        data = {"observation": {**observation, "metadata": {}}, "reward": reward, "done": done}
+        await ws.send_json({"type": "observation", "data": data})
 
     async def schema(self, request: web.Request) -> web.Response:
         return web.json_response({"action": SCHEMA, "observation": {}, "state": {}})
