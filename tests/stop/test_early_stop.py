@@ -18,7 +18,7 @@ from app.tracking.recorder import RunFolderRecorder
 from tests.checkpoint.test_best import save
 from tests.folders import a_run
 from tests.folders import composed_by_hydra as composed
-from tests.simulation import World, config, run_virtual, without_threads
+from tests.simulation import World, config, virtual, without_threads
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,8 @@ def test_neither_the_last_step_nor_one_without_an_evaluation_stops_a_run() -> No
     ("kind", "stop", "last"),
     [(PlacementKind.colocate, StopConfig(at_accuracy=0.9), 2), (PlacementKind.fully_async, StopConfig(patience=2), 6)],
 )
-def test_a_run_ends_where_its_evaluations_stop_it_and_saves_that_step(
+@virtual
+async def test_a_run_ends_where_its_evaluations_stop_it_and_saves_that_step(
     kind: PlacementKind, stop: StopConfig, last: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without_threads(monkeypatch)
@@ -62,15 +63,11 @@ def test_a_run_ends_where_its_evaluations_stop_it_and_saves_that_step(
     settings.checkpoint = CheckpointConfig(every=0, keep=2, export=False)
     settings.stop = stop
     world = World(settings, tmp_path, right=lambda prompt_id, member: True)
-
-    async def story() -> None:
+    with RunFolderRecorder(settings, tmp_path) as recorder:
+        world.recorder = recorder  # type: ignore[assignment]
         context = world.context()
         await CONTROLLERS[kind](context).run()
         await context.checkpoints.wait()
-
-    with RunFolderRecorder(settings, tmp_path) as recorder:
-        world.recorder = recorder  # type: ignore[assignment]
-        run_virtual(story())
     assert json.loads((tmp_path / "summary.json").read_text())["steps"] == last
     assert latest(tmp_path) == tmp_path / "checkpoints" / f"step_{last}"
     assert (len(world.trainer.trained), world.trainer.open) == (last, None)
