@@ -24,6 +24,7 @@ from tests.waiting import until
 from tests.weight_sync.support import killed, make_trainer, started
 
 ROUNDING = 5e-5
+ROUNDING_QWEN35 = 5e-5
 SMALL = 0.1  # of the entries of A and B: larger ones amplify the rounding of linear attention
 
 
@@ -132,7 +133,7 @@ async def test_adapters_of_linear_attention_are_served_as_they_are_trained(ray_s
         await engine.end()
     for (_, version), completions in sampled.items():
         differences = [logprobs_differ(merged(model, seed, SMALL), request(), completions) for seed in (1, 2)]
-        assert differences[version - 1] < ROUNDING
+        assert differences[version - 1] < ROUNDING_QWEN35
         assert differences[2 - version] > 0.01
 
 
