@@ -83,10 +83,8 @@ def write_model(folder: Path, name: str) -> Path:
     return folder
 
 
-def by_transformers(
-    folder: Path, messages: Sequence[Mapping[str, Any]], tools: Any = None, thinking: bool = True
-) -> list[int]:
-    """The reference: the template as transformers renders it, with the generation prompt."""
+def by_transformers(folder: Path, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> list[int]:
+    """The reference: the template as transformers renders it with the thinking mode on, with the generation prompt."""
     from transformers import PreTrainedTokenizerFast
 
     template = (folder / "chat_template.jinja").read_text()
@@ -95,7 +93,7 @@ def by_transformers(
         [dict(each) for each in messages],
         tools=tools,
         add_generation_prompt=True,
-        enable_thinking=thinking,
+        enable_thinking=True,
         return_dict=False,
     )
     return found

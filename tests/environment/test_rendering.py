@@ -58,12 +58,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: write_model(folder / name, name) for name in FAMILIES}
 
 
-def sampled(family: str, thought: str = "", said: str = "", call: str = "", closed: bool = True) -> list[int]:
+def sampled(family: str, thought: str = "", said: str = "", call: str = "") -> list[int]:
     """A reply as a model samples it after the generation prompt with the thinking mode on."""
     opened = "" if family == "qwen3.5" or not thought else "<think>\n"
     reasoning = f"{opened}{thought}\n</think>\n\n" if thought or family == "qwen3.5" else ""
     separator = ("\n" if family == "qwen3" else "\n\n") if said and call else ""
-    return ids(reasoning + said + separator + call + (END if closed else ""))
+    return ids(reasoning + said + separator + call + END)
 
 
 def test_a_history_has_the_tokens_of_the_models_own_template(
