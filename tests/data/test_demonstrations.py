@@ -162,9 +162,7 @@ def test_rows_without_a_reply_are_refused(row: Mapping[str, Any], key: str, json
         rows.load(replace(CHAT, path=file, eval_path=file), replies=True)
 
 
-def test_a_template_that_does_not_end_a_reply_is_refused(
-    tiny_model: Path, tmp_path: Path, jsonl: Callable[..., str]
-) -> None:
+def test_a_template_that_does_not_end_a_reply_is_refused(tiny_model: Path, jsonl: Callable[..., str]) -> None:
     template = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
     tokenizer = load_tokenizer(tiny_model, chat_template=template)
     prompts = prompts_of(CHAT, jsonl({"messages": TURN}), tokenizer)

@@ -242,7 +242,7 @@ def test_plain_sequences_are_the_text_of_all_messages_and_begin_as_the_drivers_p
     assert opening == driver([question], add_special_tokens=True)["input_ids"][0]
 
 
-def test_a_control_token_in_the_result_of_a_tool_stays_text(renderer: Renderer, models: dict[str, Path]) -> None:
+def test_a_control_token_in_the_result_of_a_tool_stays_text(renderer: Renderer) -> None:
     said = [*renderer.opening([QUESTION]), *ids("Yes."), *ids(END)]
     plain = followed(renderer, said, [{"role": "tool", "content": "a"}])
     special = set(ids(f"{END}<|im_start|><|endoftext|>"))
