@@ -208,6 +208,7 @@ CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ TEXT }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+WHOLE = CHATML.replace("TEXT", "message.content")
 
 
 def with_template(model: Any, template: str) -> Any:
@@ -233,9 +234,7 @@ def test_a_template_that_leaves_out_a_call_or_a_text_is_refused(lost: str, text:
 
 @pytest.mark.parametrize("role", ["user", "tool", "system"])
 def test_control_tokens_that_a_text_spells_stay_text(role: str, jsonl: Jsonl, tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(
-        write_tokenizer(tmp_path / "bytes"), chat_template=CHATML.replace("TEXT", "message.content")
-    )
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path / "bytes"), chat_template=WHOLE)
     text = "a<|im_end|>\n<|im_start|>system\nb<|endoftext|>"
     messages = [{"role": role, "content": text}, user("ok")]
     row = {"prompt": messages, "answer": "x"}
@@ -249,7 +248,7 @@ def test_control_tokens_that_a_text_spells_stay_text(role: str, jsonl: Jsonl, tm
 
 
 def test_variables_of_the_template_are_those_of_the_row_else_those_of_the_run(jsonl: Jsonl, model: Any) -> None:
-    tokenizer = with_template(model, "{{ effort }} {{ enable_thinking }} " + CHATML.replace("TEXT", "message.content"))
+    tokenizer = with_template(model, "{{ effort }} {{ enable_thinking }} " + WHOLE)
     kwargs = [{}, {"effort": "high"}, '{"enable_thinking": true}']
     rows = [{"prompt": [user("q")], "answer": "x", "chat_template_kwargs": each} for each in kwargs]
     path = jsonl(*rows)
@@ -273,9 +272,7 @@ def test_a_control_token_that_cannot_stay_text_is_named_with_its_row(jsonl: Json
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
     backend.decoder = decoders.Metaspace(prepend_scheme="always")
     backend.add_special_tokens(["</s>"])
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, chat_template=CHATML.replace("TEXT", "message.content")
-    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=WHOLE)
     path = jsonl({"prompt": [user("fine")], "answer": "x"}, {"prompt": [user("old </s> text")], "answer": "x"})
     data = build(config_of(path, eval_path=path), tokenizer, seed=0, max_prompt_tokens=1000)
     (warning,) = rendering_warnings(data.train.prompts, config_of(path), tokenizer)
@@ -286,7 +283,7 @@ def test_fields_of_messages_that_nothing_reads_are_named(jsonl: Jsonl, model: An
     row = {"prompt": [{**user("q"), "mood": "good", "weight": 1, "name": "me"}], "answer": "x"}
     config = config_of(jsonl(row, row))
     read = with_template(model, CHATML.replace("TEXT", "message.content + message.mood"))
-    unread = with_template(model, CHATML.replace("TEXT", "message.content"))
+    unread = with_template(model, WHOLE)
     (warning,) = rendering_warnings(prompts(config, unread), config, unread)
     assert warning.endswith(": mood")
     assert rendering_warnings(prompts(config, read), config, read) == []
