@@ -7,6 +7,7 @@ import json
 import os
 import secrets
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -117,6 +118,19 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Maker:
     """Makes the spec of an environment from its source; the module is on the driver's search path."""
     monkeypatch.syspath_prepend(tmp_path)
     return Maker(tmp_path)
+
+
+@pytest.fixture
+def write_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+    """Writes a module into the working directory, which sys.path lacks as with the installed command; its name."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [each for each in sys.path if each not in ("", str(tmp_path))])
+
+    def write(source: str) -> str:
+        (tmp_path / f"own_{tmp_path.name}.py").write_text(source)
+        return f"own_{tmp_path.name}"
+
+    return write
 
 
 @pytest.fixture(scope="module")

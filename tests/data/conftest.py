@@ -10,15 +10,10 @@ import pytest
 
 @pytest.fixture
 def tokenizer() -> Any:
-    """One token per character, no default special tokens, no chat template."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+    """That of the tiny models: one token per character."""
+    from tests.tiny_models.tokenizer import build_tokenizer
 
-    letters = [chr(code) for code in range(32, 127)] + ["\n"]
-    backend = Tokenizer(models.WordLevel({letter: index for index, letter in enumerate(letters)}))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    backend.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False)
+    return build_tokenizer(4096)
 
 
 @pytest.fixture

@@ -95,10 +95,6 @@ def test_the_order_depends_only_on_seed_and_epoch() -> None:
     assert ids(cursor(6), 6) == [f"set/{row}@0" for row in (3, 5, 4, 0, 2, 1)]  # checkpoints outlive library versions
 
 
-def test_without_shuffling_rows_come_in_their_order() -> None:
-    assert ids(cursor(3, shuffle=False), 4) == ["set/0@0", "set/1@0", "set/2@0", "set/0@1"]
-
-
 def test_the_state_is_small_and_does_not_grow_with_the_data() -> None:
     stream = cursor(5000)
     stream.mark_consumed(ids(stream, 7000))

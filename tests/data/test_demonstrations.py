@@ -76,7 +76,7 @@ def test_every_reply_of_a_conversation_is_imitated_with_the_token_that_ends_it(
     assert bool(sequence.sampled[len(prompt.token_ids)])
 
 
-def test_plain_rows_are_imitated_up_to_the_end_of_the_text(tiny_model: Path, jsonl: Callable[..., str]) -> None:
+def test_plain_rows_are_imitated_up_to_the_end_of_the_text_or_cut(tiny_model: Path, jsonl: Callable[..., str]) -> None:
     tokenizer = load_tokenizer(tiny_model)
     config = DataConfig(name="mine")
     (prompt,) = prompts_of(config, jsonl({"question": "12+34=", "answer": 46}), tokenizer)
@@ -84,6 +84,10 @@ def test_plain_rows_are_imitated_up_to_the_end_of_the_text(tiny_model: Path, jso
     assert imitated(sequence, tokenizer) == ["46<|im_end|>"]
     assert tokenizer.decode(sequence.token_ids.tolist()) == "12+34=46<|im_end|>"
     assert len(sequence.logprobs) == 3
+
+    whole, short = (demonstrator(tokenizer, tiny_model, config, max_tokens) for max_tokens in (9, 8))
+    assert (whole.count_cut([prompt]), short.count_cut([prompt])) == (0, 1)
+    assert [len(each.token_ids) for made in (whole, short) for each in made.sequences([prompt])] == [9, 8]
 
 
 @pytest.mark.parametrize("template", ["qwen2_5.jinja", "qwen3.jinja"])
@@ -108,16 +112,6 @@ def test_a_rows_tools_are_rendered_in_prompts_and_demonstrations(
     (reply,) = imitated(sequence, tokenizer)
     assert "<tool_call>" in reply
     assert reply.endswith("</tool_call><|im_end|>") or reply.endswith("</tool_call>\n<|im_end|>")
-
-
-def test_long_demonstrations_are_cut_and_counted(tiny_model: Path, jsonl: Callable[..., str]) -> None:
-    tokenizer = load_tokenizer(tiny_model)
-    config = DataConfig(name="mine")
-    rows = [{"question": "1+1=", "answer": "2"}, {"question": "1+1=", "answer": "2222"}]
-    prompts = prompts_of(config, jsonl(*rows), tokenizer)
-    short = demonstrator(tokenizer, tiny_model, config, max_tokens=7)
-    assert short.count_cut(prompts) == 1
-    assert [len(each.token_ids) for each in short.sequences(prompts)] == [6, 7]
 
 
 def test_the_stream_depends_on_the_step_alone(tiny_model: Path, jsonl: Callable[..., str]) -> None:
@@ -164,21 +158,17 @@ def test_the_stream_drops_and_counts_demonstrations_with_a_long_prompt(
 )
 def test_rows_without_a_reply_are_refused(row: Mapping[str, Any], key: str, jsonl: Callable[..., str]) -> None:
     file = jsonl(row)
-    with pytest.raises(ConfigError) as refused:
+    with refused(key, None, Path(file).name):
         rows.load(replace(CHAT, path=file, eval_path=file), replies=True)
-    assert refused.value.key == key
-    assert Path(file).name in str(refused.value)
 
 
-def test_a_template_that_does_not_end_a_reply_is_refused(
-    tiny_model: Path, tmp_path: Path, jsonl: Callable[..., str]
-) -> None:
+def test_a_template_that_does_not_end_a_reply_is_refused(tiny_model: Path, jsonl: Callable[..., str]) -> None:
     template = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
     tokenizer = load_tokenizer(tiny_model, chat_template=template)
     prompts = prompts_of(CHAT, jsonl({"messages": TURN}), tokenizer)
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as caught:
         demonstrator(tokenizer, tiny_model).count_cut(prompts)
-    assert (refused.value.key, json.dumps(str(refused.value)).count("<|im_end|>")) == ("data.template", 1)
+    assert (caught.value.key, str(caught.value).count("<|im_end|>")) == ("data.template", 1)
 
 
 # --- what a reply says is imitated, or the row is refused

@@ -5,7 +5,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pyarrow
 import pyarrow.parquet
 import pytest
 
@@ -108,35 +107,34 @@ BROKEN = [
     '{"question": "q2", "answer": null}',
     "[1]",
     '{"question": 1}',
+    '{"question": "q5", "answer": "5"}',
 ]
 
 
-def broken_file(tmp_path: Path, *more: str) -> str:
+@pytest.fixture
+def broken(tmp_path: Path) -> str:
     path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join([*BROKEN, '{"question": "q5", "answer": "5"}', *more]))
+    path.write_text("\n".join(BROKEN))
     return str(path)
 
 
-def test_broken_rows_are_skipped_up_to_the_limit_and_counted(tmp_path: Path) -> None:
-    path = broken_file(tmp_path)
-    loaded = rows.load(DataConfig(path=path, max_broken_rows=4))
+def test_broken_rows_are_skipped_up_to_the_limit_and_counted(broken: str) -> None:
+    loaded = rows.load(DataConfig(path=broken, max_broken_rows=4))
     everyone = sorted(loaded.train + loaded.evals["eval"], key=lambda row: row.index)
     assert [(row.question, row.index) for row in everyone] == [("q0", 0), ("q5", 5)]
     assert loaded.broken == 4
     (warning,) = loaded.warnings
-    assert [text for text in (f"4 broken row(s) of {path}", "line 2") if text not in warning] == []
+    assert [text for text in (f"4 broken row(s) of {broken}", "line 2") if text not in warning] == []
 
 
-def test_one_broken_row_more_is_an_error_with_its_line(tmp_path: Path) -> None:
-    path = broken_file(tmp_path)
-    require_refused("data.path", path, "line 2", path=path)
+def test_one_broken_row_more_is_an_error_with_its_line(broken: str) -> None:
+    require_refused("data.path", broken, "line 2", path=broken)
     skipped = "data.max_broken_rows=3"
-    require_refused("data.answer", "answer", f"row 5 of {path}", skipped, path=path, max_broken_rows=3)
+    require_refused("data.answer", "answer", f"row 5 of {broken}", skipped, path=broken, max_broken_rows=3)
 
 
-def test_the_limit_covers_all_sets(tmp_path: Path) -> None:
-    path = broken_file(tmp_path)
-    config = DataConfig(path=path, eval_sets={"mine": EvalSetConfig(path=path)}, max_broken_rows=8)
+def test_the_limit_covers_all_sets(broken: str) -> None:
+    config = DataConfig(path=broken, eval_sets={"mine": EvalSetConfig(path=broken)}, max_broken_rows=8)
     assert rows.load(config).broken == 8
     config.max_broken_rows = 7
     with refused("data.answer", "answer"):

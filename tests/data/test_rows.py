@@ -31,12 +31,6 @@ def test_a_jsonl_file_keeps_its_row_numbers_and_skips_blank_lines(jsonl: Callabl
     ]
 
 
-def test_the_answer_follows_the_last_marker(jsonl: Callable[..., str]) -> None:
-    path = jsonl(*[{"question": "q", "answer": "#### 7 is wrong\nso\n#### 1,234 "}] * 2)
-    loaded = rows.load(DataConfig(path=path, answer_after="####"))
-    assert loaded.train[0].answer == "1,234"
-
-
 def test_distinct_drops_repeated_rows_and_keeps_the_first(jsonl: Callable[..., str]) -> None:
     path = jsonl(*additions(5), *additions(5), {"question": "0+1=", "answer": "another"})
     loaded = rows.load(DataConfig(path=path, distinct=True))
@@ -80,13 +74,14 @@ def test_a_file_instead_of_a_hub_set_holds_out_rows_for_its_splits_and_warns_onc
 
 def test_an_evaluation_path_replaces_held_out_rows_and_the_sets_of_a_preset(jsonl: Callable[..., str]) -> None:
     train = jsonl(*[{"question": f"q{n}", "answer": f"#### {n}"} for n in range(20)])
-    mine = jsonl({"question": "p0", "answer": "#### 7"}, {"question": "p1"}, name="mine.jsonl")
+    last = "#### 7 is wrong\nso\n#### 1,234 "  # the answer follows the last marker
+    mine = jsonl({"question": "p0", "answer": last}, {"question": "p1"}, name="mine.jsonl")
     config = DataConfig(
         path=train, answer_after="####", eval_path=mine, eval_sets={"test": EvalSetConfig()}, max_broken_rows=1
     )
     loaded = rows.load(config)
     assert (len(loaded.train), list(loaded.evals), loaded.held_out) == (20, ["eval"], [])
-    assert [(row.answer, row.source) for row in loaded.evals["eval"]] == [("7", "eval")]
+    assert [(row.answer, row.source) for row in loaded.evals["eval"]] == [("1,234", "eval")]
     config.eval_path = "missing.jsonl"
     with refused("data.eval_path", "missing.jsonl"):
         rows.load(config)

@@ -1,6 +1,5 @@
 """Rows of a function of the user."""
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,21 +12,10 @@ from app.data.prompts import build
 from tests.refusals import refused
 
 
-@pytest.fixture
-def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
-    """Write a module into the working directory and return its name."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-
-    def write(source: str) -> str:
-        (tmp_path / f"own_rows_{tmp_path.name}.py").write_text(source)
-        return f"own_rows_{tmp_path.name}"
-
-    return write
-
-
-def test_a_function_in_the_working_directory_yields_the_rows(module: Callable[[str], str], tokenizer: Any) -> None:
-    name = module(
+def test_a_function_in_the_working_directory_yields_the_rows(
+    write_module: Callable[[str], str], tokenizer: Any
+) -> None:
+    name = write_module(
         "def puzzles(limit, start=0):\n"
         "    for number in range(start, start + limit):\n"
         "        yield {'question': f'{number}+1=', 'answer': number + 1, 'level': 'easy'}\n"
@@ -41,9 +29,9 @@ def test_a_function_in_the_working_directory_yields_the_rows(module: Callable[[s
 
 
 def test_every_failure_is_refused_with_its_place(
-    module: Callable[[str], str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    write_module: Callable[[str], str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    name = module(
+    name = write_module(
         "def fails():\n    yield {'question': 'q', 'answer': 'a'}\n    raise RuntimeError('disk\\ngone')\n"
         "def texts():\n    return ['q', 'a']\n"
         "def nothing():\n    return []\n"

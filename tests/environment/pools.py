@@ -8,7 +8,7 @@ import shutil
 import textwrap
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +23,6 @@ from tests.environment.characters import text_of, tokens
 
 PATIENCE_S = 60.0  # for anything that should happen
 _modules = itertools.count()
-
-
-def environment_module(folder: Path, source: str, *, characters: bool = True) -> str:
-    """Write a module, by default with a renderer of characters; returns its name, unique in this session."""
-    name = f"environment_of_a_test_{os.getpid()}_{next(_modules)}"
-    shutil.copy(Path(__file__).with_name("characters.py"), folder / "characters.py")
-    head = "import characters\ncharacters.install()\n" if characters else ""
-    (folder / f"{name}.py").write_text(head + textwrap.dedent(source))
-    return name
 
 
 @dataclass
@@ -49,21 +40,17 @@ class Maker:
         python: str | None = None,
         memory_gib: float = 8.0,
         model: Path | None = None,
-        **limits: float | None,
+        **limits: Any,
     ) -> EnvironmentSpec:
-        """The spec; `model` has a tokenizer for plain text."""
-        module = environment_module(self.folder, source, characters=model is None)
-        chosen: dict[str, Any] = {
-            "max_turns": 8,
-            "max_turn_tokens": None,
-            "max_observation_tokens": 100,
-            "timeout_s": 30.0,
-            "episode_s": 100.0,
-            **limits,
-        }
+        """The spec; `model` has a tokenizer for plain text, in place of a renderer of characters."""
+        module = f"environment_of_a_test_{os.getpid()}_{next(_modules)}"  # unique in this session
+        shutil.copy(Path(__file__).with_name("characters.py"), self.folder)
+        head = "" if model else "import characters\ncharacters.install()\n"
+        (self.folder / f"{module}.py").write_text(head + textwrap.dedent(source))
+        chosen = replace(Limits(8, None, max_observation_tokens=100, timeout_s=30.0, episode_s=100.0), **limits)
         environment = {"kind": "own", "target": f"{module}.{name}", "args": args or {}}
         renderer = RendererChoice("plain" if model else "characters", str(model or ""), "template")
-        return EnvironmentSpec(environment, renderer, Limits(**chosen), memory_gib, python)
+        return EnvironmentSpec(environment, renderer, chosen, memory_gib, python)
 
 
 @dataclass

@@ -11,6 +11,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from app.environment.protocol import Renderer
+
 TEMPLATES = Path(__file__).parent / "templates"
 TEMPLATE = {"qwen3": "qwen3.jinja", "qwen3.5": "qwen3_5_think.jinja"}
 MODEL_TYPE = {"qwen3": "qwen3", "qwen3.5": "qwen3_5"}
@@ -81,10 +83,8 @@ def write_model(folder: Path, name: str) -> Path:
     return folder
 
 
-def by_transformers(
-    folder: Path, messages: Sequence[Mapping[str, Any]], tools: Any = None, thinking: bool = True
-) -> list[int]:
-    """The reference: the template as transformers renders it, with the generation prompt."""
+def by_transformers(folder: Path, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> list[int]:
+    """The reference: the template as transformers renders it with the thinking mode on, with the generation prompt."""
     from transformers import PreTrainedTokenizerFast
 
     template = (folder / "chat_template.jinja").read_text()
@@ -93,10 +93,17 @@ def by_transformers(
         [dict(each) for each in messages],
         tools=tools,
         add_generation_prompt=True,
-        enable_thinking=thinking,
+        enable_thinking=True,
         return_dict=False,
     )
     return found
+
+
+def followed(renderer: Renderer, sequence: Sequence[int], messages: Any, tools: Any = None) -> list[int]:
+    """The tokens that a renderer appends to a sequence that goes on."""
+    appended = renderer.following(sequence, messages, tools)
+    assert appended is not None
+    return appended
 
 
 @cache

@@ -11,6 +11,7 @@ from app.environment.rendering import renderer_for
 from app.environment.rendering.agreement import first_difference
 from app.environment.rendering.chat import ChatRenderer
 from tests.environment.families import FAMILIES, by_transformers, write_family
+from tests.environment.qwen import followed
 
 TOOLS: list[dict[str, Any]] = [
     {
@@ -65,21 +66,16 @@ def test_a_sequence_of_two_turns_is_the_templates_own_conversation(models: dict[
     whole = reference(models[name], [SYSTEM, QUESTION, {"role": "assistant", "content": said}, NEXT])
     for stop in (FAMILIES[name].stops[0], ""):
         sequence = renderer.opening([SYSTEM, QUESTION]) + renderer.tokenizer.encode(said + stop)
-        appended = renderer.following(sequence, [NEXT])
-        assert appended is not None
-        assert sequence + appended == whole
+        assert sequence + followed(renderer, sequence, [NEXT]) == whole
 
 
 @pytest.mark.parametrize("name", sorted({*WITH_TOOLS} - {"glm4.5"}))
 def test_a_sequence_through_a_tool_call_is_the_templates_own_conversation(models: dict[str, Path], name: str) -> None:
     renderer, family = renderer_of(models[name]), FAMILIES[name]
-    opening = renderer.opening([QUESTION], TOOLS)
-    reply = renderer.tokenizer.encode(family.call + family.stops[0])
-    appended = renderer.following(opening + reply, [RESULT], TOOLS)
-
+    sequence = renderer.opening([QUESTION], TOOLS) + renderer.tokenizer.encode(family.call + family.stops[0])
     calling = {"role": "assistant", "content": "", "tool_calls": [CALL]}
-    assert appended is not None
-    assert opening + reply + appended == reference(models[name], [QUESTION, calling, RESULT], TOOLS)
+    whole = reference(models[name], [QUESTION, calling, RESULT], TOOLS)
+    assert sequence + followed(renderer, sequence, [RESULT], TOOLS) == whole
 
 
 @pytest.mark.parametrize("name", WITH_TOOLS)
@@ -108,8 +104,7 @@ def test_the_token_that_ends_a_reply_may_begin_the_next_message(models: dict[str
     encode = renderer.tokenizer.encode
     sequence = renderer.opening([QUESTION], TOOLS) + encode(FAMILIES["glm4.5"].call)
     by_result, by_user = encode("<|observation|>"), encode("<|user|>")
-    after = renderer.following(sequence, [RESULT], TOOLS)
-    assert after is not None
+    after = followed(renderer, sequence, [RESULT], TOOLS)
     assert after[:1] == by_result
     assert renderer.following(sequence + by_result, [RESULT], TOOLS) == after[1:]
     assert renderer.following(sequence + by_user, [RESULT], TOOLS) == after  # sampled, and kept

@@ -58,42 +58,37 @@ class Guessing:
         return ws
 
     async def _observe(self, ws: web.WebSocketResponse, observation: Any, reward: Any, done: bool) -> None:
-        observation = {**observation, "metadata": {}}
-        await ws.send_json(
-            {"type": "observation", "data": {"observation": observation, "reward": reward, "done": done}}
-        )
+        data = {"observation": {**observation, "metadata": {}}, "reward": reward, "done": done}
+        await ws.send_json({"type": "observation", "data": data})
 
     async def schema(self, request: web.Request) -> web.Response:
         return web.json_response({"action": SCHEMA, "observation": {}, "state": {}})
 
 
-def play(policy: ScriptedPolicy, guessing: Guessing, renderer: str = "plain", **args: Any) -> dict[str, float]:
-    async def run() -> dict[str, float]:
-        app = web.Application()
-        app.add_routes([web.get("/ws", guessing.socket), web.get("/schema", guessing.schema)])
-        runner = web.AppRunner(app)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        url, choice = f"ws://127.0.0.1:{runner.addresses[0][1]}", {**chat_choice(), "name": renderer}
-        settings = {"url": url, "args": args, "renderer": choice, "limits": {"timeout_s": 60.0}}
-        try:
-            make = await asyncio.to_thread(openenv.make, settings)
-            return await make().run(TASK, policy)
-        finally:
-            await runner.cleanup()
-
-    return asyncio.run(run())
+async def play(policy: ScriptedPolicy, guessing: Guessing, renderer: str = "plain", **args: Any) -> dict[str, float]:
+    app = web.Application()
+    app.add_routes([web.get("/ws", guessing.socket), web.get("/schema", guessing.schema)])
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    url, choice = f"ws://127.0.0.1:{runner.addresses[0][1]}", {**chat_choice(), "name": renderer}
+    settings = {"url": url, "args": args, "renderer": choice, "limits": {"timeout_s": 60.0}}
+    try:
+        make = await asyncio.to_thread(openenv.make, settings)
+        return await make().run(TASK, policy)
+    finally:
+        await runner.cleanup()
 
 
 def act(guess: object) -> str:
     return json.dumps({"guess": guess})
 
 
-def test_an_episode_sums_its_rewards_and_ends_when_the_server_is_done() -> None:
+async def test_an_episode_sums_its_rewards_and_ends_when_the_server_is_done() -> None:
     policy = ScriptedPolicy([Reply(act(3)), Reply(f"```json\n{act(7)}\n```"), Reply("never")])
     guessing = Guessing()
 
-    assert play(policy, guessing, low=5) == {"reward": 0.75, "last_reward": 1.0}
+    assert await play(policy, guessing, low=5) == {"reward": 0.75, "last_reward": 1.0}
     assert guessing.resets == [{"seed": 11, "answer": "7", "low": 5}]
     assert guessing.closed == 1
     question, _, schema = policy.asked[0]["messages"][0]["content"].partition("\n\nAct by ")
@@ -104,11 +99,11 @@ def test_an_episode_sums_its_rewards_and_ends_when_the_server_is_done() -> None:
     assert policy.asked[1]["tools"] is None
 
 
-def test_a_policy_with_tools_acts_by_a_call_and_hears_its_result() -> None:
+async def test_a_policy_with_tools_acts_by_a_call_and_hears_its_result() -> None:
     call = Reply("", tool_calls=(ToolCall("step", {"guess": "5"}, "ok", "c1"),))
     policy = ScriptedPolicy([call, Reply("", tool_calls=(ToolCall("step", {"guess": 7}, "ok", "c2"),))])
 
-    assert play(policy, Guessing(), "chat") == {"reward": 0.75, "last_reward": 1.0}
+    assert await play(policy, Guessing(), "chat") == {"reward": 0.75, "last_reward": 1.0}
     (tool,) = policy.asked[0]["tools"]
     assert tool["function"]["name"] == "step"
     assert tool["function"]["parameters"]["properties"] == {"guess": {"type": "integer"}}
@@ -129,17 +124,17 @@ def test_a_policy_with_tools_acts_by_a_call_and_hears_its_result() -> None:
         (Reply("", tool_calls=(ToolCall("step", {"guess": 7}, "ok"),) * 2), "there were several calls"),
     ],
 )
-def test_what_is_no_action_is_an_observation_and_costs_nothing(reply: Reply, problem: str) -> None:
+async def test_what_is_no_action_is_an_observation_and_costs_nothing(reply: Reply, problem: str) -> None:
     policy = ScriptedPolicy([reply, Reply(act(7))])
 
-    assert play(policy, Guessing()) == {"reward": 1.0, "last_reward": 1.0}
+    assert await play(policy, Guessing()) == {"reward": 1.0, "last_reward": 1.0}
     assert policy.asked[1]["messages"][-1]["content"].startswith(f"error: {problem}")
 
 
-def test_a_limit_of_the_run_keeps_the_rewards_so_far() -> None:
+async def test_a_limit_of_the_run_keeps_the_rewards_so_far() -> None:
     policy = ScriptedPolicy([Reply(act(1)), OutOfTurns()])
     guessing = Guessing()
-    assert play(policy, guessing) == {"reward": -0.25, "last_reward": -0.25}
+    assert await play(policy, guessing) == {"reward": -0.25, "last_reward": -0.25}
     assert guessing.closed == 1
 
 
@@ -152,7 +147,7 @@ def test_a_limit_of_the_run_keeps_the_rewards_so_far() -> None:
         ({"type": "observation", "data": {"observation": {}, "reward": "x"}}, "answered step with"),
     ],
 )
-def test_a_server_that_fails_is_a_failure_and_no_reward(fault: object, text: str) -> None:
+async def test_a_server_that_fails_is_a_failure_and_no_reward(fault: object, text: str) -> None:
     policy = ScriptedPolicy([Reply(act(1)), Reply(act(7))])
     with pytest.raises(EnvironmentFailed, match=text):
-        play(policy, Guessing({2: fault}))
+        await play(policy, Guessing({2: fault}))

@@ -71,15 +71,12 @@ def notes(folder: Path) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
-@pytest.mark.parametrize("ending", ["stop", "turns", "length"])
-async def test_an_episode_is_closed_once_however_it_ends_well(own: Maker, tmp_path: Path, ending: str) -> None:
-    spec = own(CLOSING, args={"folder": str(tmp_path)}, max_turns=2 if ending == "turns" else 8)
-    replies = {"stop": ["a", "end"], "turns": ["a", "a"], "length": ["a"]}[ending]
-
-    async with running_pool(spec) as pool:
-        played = await play_one(pool, *replies)
-    assert (played.scored.ending, played.scored.scores) == (ending, {"score": 1.0})
-    assert notes(tmp_path) == ["began set/0@0", "closed set/0@0"]
+async def test_an_episode_is_closed_once_however_it_ends_well(own: Maker, tmp_path: Path) -> None:
+    replies = {"stop": ["a", "end"], "turns": ["a", "a"], "length": ["a"]}
+    async with running_pool(own(CLOSING, args={"folder": str(tmp_path)}, max_turns=2)) as pool:
+        ends = [(await play_one(pool, *said)).scored for said in replies.values()]
+    assert [(end.ending, end.scores) for end in ends] == [(ending, {"score": 1.0}) for ending in replies]
+    assert notes(tmp_path) == ["began set/0@0", "closed set/0@0"] * 3
 
 
 async def test_a_truncated_last_reply_ends_the_episode_as_length(own: Maker) -> None:
@@ -200,22 +197,25 @@ async def test_closing_the_pool_ends_episodes_and_those_that_wait(own: Maker) ->
         with pytest.raises(RunError, match="The workers of the environment are closed"):
             await waiting
         await session.close()
-        result = await session.next()
-    assert result.kind == "lost"
+        assert (await session.next()).kind == "lost"
 
 
-async def test_an_environment_that_drives_itself_scores_and_has_metrics(own: Maker) -> None:
+async def test_an_environment_that_drives_and_limits_itself_scores_and_has_metrics(own: Maker) -> None:
     spec = own(
         """
+        import asyncio
         class Env:
+            limits_itself = True
             def __init__(self): self.metrics = {"tool_failures": 5}
             async def run(self, task, policy):
                 policy.count("things", 2)
                 await policy(None)
                 if task.row["do"] == "limit": await policy(None)
+                await asyncio.sleep(0.8)  # longer than a step may take
                 return {"none": None, "names": {"b": 1, "a": 0}}[task.row["do"]]
         """,
         max_turns=1,
+        timeout_s=0.5,
     )
 
     async with running_pool(spec) as pool:

@@ -2,16 +2,16 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from app.environment.pool import EnvironmentSpec
 from app.environment.protocol import Message
 from app.environment.rendering import renderer_for
-from app.environment.wire import Answer, Limits, RendererChoice, SampleRequest
+from app.environment.wire import Answer, SampleRequest
 from app.environment.worker.episode import opening_of
-from tests.environment.pools import PATIENCE_S, a_task, environment_module, running_pool
+from tests.environment.pools import PATIENCE_S, Maker, a_task, running_pool
 from tests.environment.qwen import by_transformers, decoded, user, write_model
 from tests.environment.talker import Talker
 from tests.tiny_models.tokenizer import build_tokenizer
@@ -77,16 +77,11 @@ class Env:
 """
 
 
-async def test_plain_text_begins_with_the_prompt_as_the_workers_settings_frame_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(str(tmp_path))
+async def test_plain_text_begins_with_the_prompt_as_the_workers_settings_frame_it(own: Maker, tmp_path: Path) -> None:
     letters = build_tokenizer(256)
     letters.save_pretrained(tmp_path / "tiny")
-    target = f"{environment_module(tmp_path, PLAIN_AGENT, characters=False)}.Env"
-    environment = {"kind": "own", "target": target, "args": {}, "prefix": "1", "suffix": "="}
-    renderer = RendererChoice("plain", str(tmp_path / "tiny"), "template")
-    spec = EnvironmentSpec(environment, renderer, Limits(9, None, 100, 30.0, 100.0))
+    spec = own(PLAIN_AGENT, model=tmp_path / "tiny")
+    spec = replace(spec, environment={**spec.environment, "prefix": "1", "suffix": "="})
 
     contexts = []
     async with running_pool(spec) as pool:

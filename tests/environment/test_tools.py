@@ -44,27 +44,23 @@ def talker_of(*script: str, opening: Sequence[Message] = (QUESTION,)) -> Talker:
     return Talker(renderer, *script, opening=opening, prompt=renderer.opening(opening))
 
 
-def play(
+async def play(
     tools: Sequence[str], *script: str, timeout_s: float = 60.0, opening: Sequence[Message] = (QUESTION,)
 ) -> Talker:
     """Play an episode in which the policy says these texts."""
     talker = talker_of(*script, opening=opening)
-
-    async def episode() -> None:
-        environment = making(*tools, timeout_s=timeout_s)()
-        try:
-            await environment.run(a_task(), talker.policy)
-        finally:
-            await environment.close()
-
-    asyncio.run(episode())
+    environment = making(*tools, timeout_s=timeout_s)()
+    try:
+        await environment.run(a_task(), talker.policy)
+    finally:
+        await environment.close()
     return talker
 
 
-def test_results_are_read_in_one_sequence_until_a_reply_calls_nothing() -> None:
+async def test_results_are_read_in_one_sequence_until_a_reply_calls_nothing() -> None:
     both = f"I look.\n{call('search', query='it', limit=2)}\n{call('fetch', address='a.b')}{END}"
     opening = [{"role": "system", "content": "Be brief."}, user("Hello."), {"role": "assistant", "content": "Hello."}]
-    talker = play(["search", "fetch"], both, f"It was me.{END}", "never said", opening=[*opening, QUESTION])
+    talker = await play(["search", "fetch"], both, f"It was me.{END}", "never said", opening=[*opening, QUESTION])
 
     assert list(talker.sequences) == [0]
     head, _, rest = decoded(talker.sequences[0]).partition("Who wrote it?<|im_end|>\n")
@@ -84,7 +80,7 @@ def test_results_are_read_in_one_sequence_until_a_reply_calls_nothing() -> None:
     assert talker.policy.metrics["tool_failures"] == 0
 
 
-def test_a_class_has_one_instance_an_episode_in_one_thread_that_is_closed_once() -> None:
+async def test_a_class_has_one_instance_an_episode_in_one_thread_that_is_closed_once() -> None:
     script = [
         call("write", text="a") + call("upper", text="b") + call("read_later") + END,
         call("write", text="c") + END,
@@ -92,14 +88,14 @@ def test_a_class_has_one_instance_an_episode_in_one_thread_that_is_closed_once()
         f"done{END}",
     ]
     for _ in range(2):
-        assert play(["Notes"], *script).observations == ["1", "B", "7", "2", '["a", "c"]']
+        assert (await play(["Notes"], *script)).observations == ["1", "B", "7", "2", '["a", "c"]']
     assert my_tools.EVENTS == ["made", "closed", "made", "closed"]
 
-    play(["Notes"], f"No call.{END}")
+    await play(["Notes"], f"No call.{END}")
     assert len(my_tools.EVENTS) == 4  # not made where nothing is called
 
 
-def test_what_goes_wrong_is_an_observation_and_counted() -> None:
+async def test_what_goes_wrong_is_an_observation_and_counted() -> None:
     wrong = {
         call("find", query="x"): "error: there is no tool find; the tools are search, fail, leave, leave_async, "
         "cancelled, circular",
@@ -122,16 +118,16 @@ def test_what_goes_wrong_is_an_observation_and_counted() -> None:
     }
     script = [f"{text}{END}" for text in [*wrong, *unreadable]]
     tools = ["search", "fail", "leave", "leave_async", "cancelled", "circular"]
-    talker = play(tools, *script, f"I give up.{END}")
+    talker = await play(tools, *script, f"I give up.{END}")
 
     assert talker.observations == [*wrong.values(), *unreadable.values()]
     assert talker.policy.metrics["tool_calls"] == talker.policy.metrics["tool_failures"] == len(script)
 
 
 @pytest.mark.parametrize("name", ["hang", "sleep"])
-def test_a_late_tool_is_an_observation_and_the_next_one_has_a_thread(name: str) -> None:
-    again = call("search", query="y") + END
-    talker = play([name, "search"], call(name) + call("search", query="x") + END, again, f"So.{END}", timeout_s=0.3)
+async def test_a_late_tool_is_an_observation_and_the_next_one_has_a_thread(name: str) -> None:
+    first, again = call(name) + call("search", query="x") + END, call("search", query="y") + END
+    talker = await play([name, "search"], first, again, f"So.{END}", timeout_s=0.3)
     assert talker.observations == [
         f"error: {name} took longer than 0.3 s",
         "3 pages on x, new, None",

@@ -1,8 +1,14 @@
 """Unmodified environments of verifiers in interpreters of their own, through a worker; the engine is scripted."""
 
 import asyncio
+import fcntl
+import hashlib
 import json
+import os
 import shutil
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +18,6 @@ from app.environment.pool import EnvironmentPool, EnvironmentSpec
 from app.environment.protocol import Task
 from app.environment.verifiers.environment_host import own_renderer
 from app.environment.wire import Answer, End, Limits, RendererChoice, SampleRequest
-from tests.environment.interpreters import BUILD_S, interpreter
 from tests.environment.pools import PATIENCE_S, running_pool
 from tests.environment.qwen import decoded, ids, write_model
 
@@ -20,6 +25,8 @@ V1 = ("verifiers[openenv]==0.4.0", "uv")
 PACKAGE = Path(__file__).parent / "packages" / "vf_sums.py"
 NO_TOOLS = {"harness": {"id": "null"}}  # a chat loop; what needs no sandbox runs beside the worker
 STOP = "<|im_end|>"
+CACHE = "POSTTRAIN_TEST_INTERPRETERS"  # an environment variable: where they are kept
+BUILD_S = 2400  # limit of a test that builds its interpreters first
 
 
 @pytest.mark.parametrize("enabled", [False, True])
@@ -29,6 +36,25 @@ def test_verifiers_renders_as_the_model_does(tmp_path: Path, family: str, enable
     choice = {"name": "chat", "model_path": str(folder), "thinking": "keep", "enable_thinking": enabled}
     config = own_renderer(choice)
     assert (config.name, config.enable_thinking, config.thinking_retention) == (family, enabled, "all")
+
+
+def interpreter(*requirements: str) -> Path:
+    """Return a Python of this version in which the requirements are installed, and nothing of ours."""
+    root = Path(os.environ.get(CACHE) or Path(tempfile.gettempdir()) / "posttrain-interpreters")
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    folder = root / hashlib.sha256("\n".join([version, *requirements]).encode()).hexdigest()[:12]
+    python, finished = folder / "bin" / "python", folder / "finished"
+
+    root.mkdir(parents=True, exist_ok=True)
+    with (root / f"{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not finished.exists():
+            make = [sys.executable, "-m", "venv", "--clear", str(folder)]
+            for command in (make, [str(python), "-m", "pip", "install", "--quiet", *requirements]):
+                done = subprocess.run(command, capture_output=True, text=True, timeout=1800, check=False)
+                assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+            finished.touch()
+    return python
 
 
 async def play(pool: EnvironmentPool, index: int, *script: str) -> tuple[str, End]:

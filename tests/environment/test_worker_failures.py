@@ -5,7 +5,7 @@ import functools
 import os
 import re
 import signal
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,8 @@ class Slow(Env):
     async def fail(self): raise KeyError("lost\\nkey")
 """
 Env = Callable[..., EnvironmentSpec]
-Misbehave = Callable[..., tuple[list[Any], dict[str, int], list[str]]]  # each end a `Failed` or `End`
+Outcome = tuple[list[Any], dict[str, int], list[str]]  # ends, each a `Failed` or `End`; counts; what was closed
+Misbehave = Callable[..., Awaitable[Outcome]]
 FOREVER = "threading.Event().wait()"
 
 
@@ -76,15 +77,10 @@ def env(own: Maker, tmp_path: Path) -> Env:
 def misbehave(env: Env, tmp_path: Path) -> Misbehave:
     """Play episodes that do something at some step, in one worker; returns how each ended, and the counts."""
 
-    def run(
-        *acts: tuple[str, str], log: Path | None = None, **settings: Any
-    ) -> tuple[list[End | Failed], dict[str, int], list[str]]:
-        async def play_all() -> tuple[list[End | Failed], dict[str, int]]:
-            async with running_pool(env(**settings), log=log) as pool:
-                ends = [(await play_one(pool, "a", task=a_task(row={"at": at, "do": do}))).end for at, do in acts]
-                return ends, pool.counts
-
-        ends, counts = asyncio.run(play_all())
+    async def run(*acts: tuple[str, str], log: Path | None = None, **settings: Any) -> Outcome:
+        async with running_pool(env(**settings), log=log) as pool:
+            ends = [(await play_one(pool, "a", task=a_task(row={"at": at, "do": do}))).end for at, do in acts]
+            counts = pool.counts
         closed = tmp_path / "closed"
         return ends, counts, closed.read_text().splitlines() if closed.exists() else []
 
@@ -100,13 +96,14 @@ async def waiting_for_an_engine(pool: EnvironmentPool) -> tuple[Job, SampleReque
 
 
 @pytest.mark.parametrize("name", ["Env", "Slow"])
-def test_what_an_environment_raises_fails_its_episode_says_where_and_is_in_the_log(
+async def test_what_an_environment_raises_fails_its_episode_says_where_and_is_in_the_log(
     misbehave: Misbehave, name: str, tmp_path: Path
 ) -> None:
     steps = ["begin", "step", "score", "close"]
     log = tmp_path / "logs" / "environment.log"
     silent = ("step", "setattr(sys, 'stderr', None) or self.fail()")
-    ends, counts, closed = misbehave(*[(at, "self.fail()") for at in steps], silent, ("never", "1"), name=name, log=log)
+    acts = [*((at, "self.fail()") for at in steps), silent, ("never", "1")]
+    ends, counts, closed = await misbehave(*acts, name=name, log=log)
     for at, end in zip([*steps, "step"], ends, strict=False):
         assert isinstance(end, Failed), at
         assert end.kind == "raised"
@@ -119,13 +116,13 @@ def test_what_an_environment_raises_fails_its_episode_says_where_and_is_in_the_l
 
 
 @pytest.mark.parametrize("name", ["Env", "Slow"])
-def test_an_exit_in_an_environment_ends_its_episode_and_not_the_worker(misbehave: Misbehave, name: str) -> None:
+async def test_an_exit_in_an_environment_ends_its_episode_and_not_the_worker(misbehave: Misbehave, name: str) -> None:
     acts = [("begin", "sys.exit(3)"), ("score", "(_ for _ in ()).throw(KeyboardInterrupt)")]
     raised = ["begin raised SystemExit: 3", "score raised KeyboardInterrupt"]
     if name == "Env":  # a coroutine cannot raise it
         acts.append(("step", "next(iter(()))"))
         raised.append("step raised StopIteration")
-    ends, counts, closed = misbehave(*acts, ("never", "1"), name=name)
+    ends, counts, closed = await misbehave(*acts, ("never", "1"), name=name)
     assert [end.text.split(" at ")[0] for end in ends[:-1]] == raised
     assert all(re.search(r" at .*environment_of_a_test_\w+\.py:\d+$|<string>:1$", end.text) for end in ends[:-1])
     assert isinstance(ends[-1], End)
@@ -133,8 +130,8 @@ def test_an_exit_in_an_environment_ends_its_episode_and_not_the_worker(misbehave
     assert len(closed) == len(acts) + 1
 
 
-def test_a_wrong_value_fails_its_episode(misbehave: Misbehave) -> None:
-    ends, counts, closed = misbehave(("begin", "{1}"), ("step", "7"), ("score", "'0.5'"))
+async def test_a_wrong_value_fails_its_episode(misbehave: Misbehave) -> None:
+    ends, counts, closed = await misbehave(("begin", "{1}"), ("step", "7"), ("score", "'0.5'"))
     assert [end.text.partition(";")[0] for end in ends] == [
         "begin returned a set ({1})",
         "step returned an int (7)",
@@ -144,33 +141,22 @@ def test_a_wrong_value_fails_its_episode(misbehave: Misbehave) -> None:
     assert len(closed) == 3
 
 
-def test_a_constructor_that_raises_fails_the_episode_and_there_is_nothing_to_close(misbehave: Misbehave) -> None:
-    (end,), counts, closed = misbehave(("never", "1"), name="Unmade")
+async def test_a_constructor_that_raises_fails_the_episode_and_there_is_nothing_to_close(misbehave: Misbehave) -> None:
+    (end,), counts, closed = await misbehave(("never", "1"), name="Unmade")
     assert end.text.startswith("the constructor raised OSError: no disk at ")
     assert (counts, closed) == ({"raised": 1, "restarts": 0}, [])
 
 
-def test_an_async_step_that_hangs_is_cancelled_and_the_worker_goes_on(misbehave: Misbehave) -> None:
-    acts = [("step", "asyncio.sleep(1e6)"), ("close", "asyncio.sleep(1e6)"), ("never", "1")]
-    ends, counts, closed = misbehave(*acts, name="Slow", timeout_s=0.3)
-    assert [(end.kind, end.text, end.stuck) for end in ends[:2]] == [
-        ("late", "step took longer than 0.3 s, see environment.timeout_s", False),
-        ("late", "close took longer than 0.3 s, see environment.timeout_s", False),
-    ]
+@pytest.mark.parametrize(("name", "hang", "stuck"), [("Env", FOREVER, True), ("Slow", "asyncio.sleep(1e6)", False)])
+async def test_a_step_that_hangs_fails_its_episode_and_its_worker_is_replaced_if_it_cannot_be_cancelled(
+    misbehave: Misbehave, name: str, hang: str, stuck: bool
+) -> None:
+    ends, counts, closed = await misbehave(("step", hang), ("close", hang), ("never", "1"), name=name, timeout_s=0.3)
+    late = [f"{at} took longer than 0.3 s, see environment.timeout_s" for at in ("step", "close")]
+    assert ends[:2] == [Failed(number, "late", text, stuck=stuck) for number, text in enumerate(late)]
     assert isinstance(ends[2], End)
-    assert counts == {"late": 2, "restarts": 0}
-    assert len(closed) == 3
-
-
-def test_a_step_that_hangs_fails_its_episode_and_its_worker_is_replaced(misbehave: Misbehave) -> None:
-    ends, counts, closed = misbehave(("step", FOREVER), ("close", FOREVER), ("never", "1"), timeout_s=0.3)
-    for number, at in enumerate(["step", "close"]):
-        assert ends[number] == Failed(
-            number, "late", f"{at} took longer than 0.3 s, see environment.timeout_s", stuck=True
-        )
-    assert isinstance(ends[2], End)
-    assert counts == {"late": 2, "restarts": 2}
-    assert closed == [f"{FOREVER} step", f"{FOREVER} close", "1 never"]
+    assert counts == {"late": 2, "restarts": 2 if stuck else 0}
+    assert closed == [f"{hang} step", f"{hang} close", "1 never"]
 
 
 async def test_neighbors_of_a_step_that_hangs_go_on_and_their_worker_is_replaced_when_they_have_ended(env: Env) -> None:
@@ -229,20 +215,20 @@ async def test_an_environment_that_holds_the_gil_is_killed_and_its_neighbors_are
     assert counts == {"late": 1, "lost": 1, "restarts": 1}
 
 
-def test_an_environment_that_eats_memory_fails_and_the_worker_goes_on(misbehave: Misbehave) -> None:
-    ends, counts, _ = misbehave(("step", "bytearray(3 << 30)"), ("never", "1"), memory_gib=1.0)
+async def test_an_environment_that_eats_memory_fails_and_the_worker_goes_on(misbehave: Misbehave) -> None:
+    ends, counts, _ = await misbehave(("step", "bytearray(3 << 30)"), ("never", "1"), memory_gib=1.0)
     assert ends[0].kind == "memory"
     assert ends[0].text.startswith("step raised MemoryError at ")
     assert isinstance(ends[1], End)
     assert counts == {"memory": 1, "restarts": 0}
 
 
-def test_an_environment_that_writes_to_the_pipe_ends_its_worker(misbehave: Misbehave) -> None:
+async def test_an_environment_that_writes_to_the_pipe_ends_its_worker(misbehave: Misbehave) -> None:
     def write(text: bytes) -> str:
         return f"write_to_sockets({text!r})"
 
     junk = [b"junk\n", b'{"unknown": 1}\n', b'{"ready": 1, "more": 2}\n']
-    ends, counts, _ = misbehave(*[("step", write(each)) for each in junk], ("never", "1"))
+    ends, counts, _ = await misbehave(*[("step", write(each)) for each in junk], ("never", "1"))
     for line, end in zip(junk, ends, strict=False):
         assert end.kind == "died"
         assert f"it wrote to the worker's pipe: not a message of ours: {line[:-1]!r}" in end.text
@@ -336,20 +322,3 @@ async def test_an_environment_that_drives_itself_fails_like_any_other(own: Maker
         ("value", "the score is a set (set()); give a number, numbers by name, or None"),
     ]
     assert counts == {"raised": 2, "late": 1, "value": 1, "restarts": 0}
-
-
-async def test_an_environment_that_limits_itself_may_take_longer_than_a_step(own: Maker) -> None:
-    spec = own(
-        """
-        import asyncio
-        class Env:
-            limits_itself = True
-            async def run(self, task, policy):
-                await asyncio.sleep(0.6)
-                return 1
-        """,
-        timeout_s=0.2,
-    )
-
-    async with running_pool(spec) as pool:
-        assert (await play_one(pool)).scored.scores == {"score": 1.0}

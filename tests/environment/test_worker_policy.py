@@ -54,18 +54,21 @@ class Engine:
         return [(sequence, text) for sequence, text, _, _ in self.asked]
 
 
-def policy_of(engine: Engine, prompt: str = "6*7=", clock: Clock | None = None, **limits: int | None) -> EpisodePolicy:
+def talking(*replies: str, clock: Clock | None = None, **limits: int | None) -> tuple[EpisodePolicy, Engine]:
+    """The policy of an episode whose prompt is `6*7=`, and its engine, which gives these replies."""
     chosen: dict[str, Any] = {"max_turns": 20, "max_turn_tokens": None, "max_observation_tokens": 100, **limits}
+    engine = Engine(*replies)
     renderer: Any = Characters()
-    return EpisodePolicy(
+    policy = EpisodePolicy(
         engine.ask,
         renderer,
         Limits(**chosen, timeout_s=60.0, episode_s=60.0),
-        [user(prompt)],
-        tokens(prompt),
+        [user("6*7=")],
+        tokens("6*7="),
         clock or Clock(60.0),
         lambda policy: "http://x/v1",
     )
+    return policy, engine
 
 
 def same_sequences(policy: EpisodePolicy, engine: Engine) -> bool:
@@ -74,9 +77,7 @@ def same_sequences(policy: EpisodePolicy, engine: Engine) -> bool:
 
 
 async def test_a_conversation_that_goes_on_appends_only_its_new_messages() -> None:
-    engine = Engine("ab", "cd", "ef")
-
-    policy = policy_of(engine)
+    policy, engine = talking("ab", "cd", "ef")
     talk = [user("q")]
     for number in range(3):
         reply = await policy(talk)
@@ -108,9 +109,7 @@ async def test_of_two_samples_with_one_text_the_one_with_the_given_reasoning_goe
 
 
 async def test_an_unknown_history_and_one_that_the_template_rewrites_begin_new_sequences() -> None:
-    engine = Engine("ab", "cd", "ef")
-
-    policy = policy_of(engine)
+    policy, engine = talking("ab", "cd", "ef")
     first = await policy([user("q")])
     await policy([user("other"), first.message, user("x")])
     await policy([user("q"), first.message, user("forget")])
@@ -121,9 +120,7 @@ async def test_an_unknown_history_and_one_that_the_template_rewrites_begin_new_s
 
 
 async def test_a_fork_keeps_the_tokens_that_were_sampled_as_context() -> None:
-    engine = Engine("ab", "cd", "ef", "gh")
-
-    policy = policy_of(engine)
+    policy, engine = talking("ab", "cd", "ef", "gh")
     first = await policy([user("q")])
     await policy([user("q"), first.message, user("x")])
     third = await policy([user("q"), first.message, user("y")])  # the sequence has gone on with x
@@ -134,9 +131,7 @@ async def test_a_fork_keeps_the_tokens_that_were_sampled_as_context() -> None:
 
 
 async def test_equal_conversations_at_once_get_sequences_of_their_own() -> None:
-    engine = Engine("ab", "c1", "c2", "c3")
-
-    policy = policy_of(engine)
+    policy, engine = talking("ab", "c1", "c2", "c3")
     first = await policy([user("q")])
     talk = [user("q"), first.message, user("x")]
     engine.held = []
@@ -152,9 +147,7 @@ async def test_equal_conversations_at_once_get_sequences_of_their_own() -> None:
 
 @pytest.mark.parametrize(("one", "other"), [("x", "y"), ("", "")])
 async def test_a_sequence_with_a_request_in_flight_is_not_extended(one: str, other: str) -> None:
-    engine = Engine("ab", "cd", "ef")
-
-    policy = policy_of(engine)
+    policy, engine = talking("ab", "cd", "ef")
     await policy.generate(tokens("q"))
     engine.held = []
     asks = [asyncio.ensure_future(policy.generate(tokens("qab" + text))) for text in (one, other)]
@@ -167,9 +160,7 @@ async def test_a_sequence_with_a_request_in_flight_is_not_extended(one: str, oth
 
 
 async def test_tokens_extend_the_longest_sequence_that_they_begin_with() -> None:
-    engine = Engine("ab", "cd", "ef", "gh", "ij")
-
-    policy = policy_of(engine)
+    policy, engine = talking("ab", "cd", "ef", "gh", "ij")
     sampled = await policy.generate(tokens("q"), logprobs=True, max_tokens=9)
     assert (sampled.token_ids, sampled.finish, sampled.logprobs) == (tuple(tokens("ab")), "stop", (-1.0, -1.0))
     await policy.generate(tokens("qabx"))
@@ -182,9 +173,7 @@ async def test_tokens_extend_the_longest_sequence_that_they_begin_with() -> None
 
 
 async def test_another_client_of_the_same_conversation_is_recognized() -> None:
-    engine = Engine("!add", "cd", "ef")
-
-    policy = policy_of(engine)
+    policy, engine = talking("!add", "cd", "ef")
     await policy([user("q")])
     call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": "{}"}}  # arguments as text
     said = {"role": "assistant", "content": None, "tool_calls": [call]}
@@ -196,11 +185,9 @@ async def test_another_client_of_the_same_conversation_is_recognized() -> None:
 
 
 async def test_an_observation_is_cut_and_the_history_with_the_whole_one_is_recognized() -> None:
-    engine = Engine("ab", "cd", "ef", "gh")
+    policy, engine = talking("ab", "cd", "ef", "gh", max_observation_tokens=45)
     long = "x" * 500 + "y" * 500
     cut = "xxxxx\n[... 990 characters left out ...]\nyyyyy"
-
-    policy = policy_of(engine, max_observation_tokens=45)
     talk = [user(long)]  # the question is not an observation
     first = await policy(talk)
     talk += [first.message, user(long)]
@@ -239,10 +226,9 @@ async def test_each_limit_has_its_exception_and_nothing_more_is_sampled(
     over: type[OutOfTime] | type[OutOfTokens] | type[OutOfTurns],
 ) -> None:
     clock = Clock(60.0)
-    engine = Engine("ab") if over is OutOfTokens else Engine("ab", "cd")
+    replies = ["ab"] if over is OutOfTokens else ["ab", "cd"]
     limits: dict[str, Any] = {"max_turns": 1} if over is OutOfTurns else {}
-
-    policy = policy_of(engine, clock=clock, **limits)
+    policy, engine = talking(*replies, clock=clock, **limits)
     await policy([user("q")])
     if over is OutOfTime:
         clock._before = 61.0
@@ -256,9 +242,7 @@ async def test_each_limit_has_its_exception_and_nothing_more_is_sampled(
 
 
 async def test_an_answer_extends_its_sequence_even_if_whoever_asked_was_cancelled() -> None:
-    engine = Engine("ab", "cd")
-
-    policy = policy_of(engine)
+    policy, engine = talking("ab", "cd")
     engine.held = []
     asking = asyncio.ensure_future(policy([user("q")]))
     await asyncio.sleep(0)

@@ -17,15 +17,12 @@ PLAIN = "class Env:\n    def begin(self, task): ...\n    def step(self, reply): 
 ROOT = Path(__file__).parents[2]
 
 
-def scores_of(spec: EnvironmentSpec) -> Mapping[str, float]:
-    async def run() -> Mapping[str, float]:
-        async with running_pool(spec) as pool:
-            return (await play_one(pool, "a")).scored.scores
-
-    return asyncio.run(run())
+async def scores_of(spec: EnvironmentSpec) -> Mapping[str, float]:
+    async with running_pool(spec) as pool:
+        return (await play_one(pool, "a")).scored.scores
 
 
-def test_a_worker_imports_nothing_heavy_and_an_environment_what_the_driver_can(own: Maker) -> None:
+async def test_a_worker_imports_nothing_heavy_and_an_environment_what_the_driver_can(own: Maker) -> None:
     source = PLAIN + (
         "\n    def score(self):"
         "\n        import sys"
@@ -34,7 +31,7 @@ def test_a_worker_imports_nothing_heavy_and_an_environment_what_the_driver_can(o
         "\n        import numpy, psutil, app.environment.protocol"
         "\n        return loaded or numpy.float32(2)"
     )
-    assert scores_of(own(source)) == {"score": 2.0}
+    assert await scores_of(own(source)) == {"score": 2.0}
 
 
 def test_an_environment_of_a_bare_interpreter_has_the_working_directory_and_our_protocol(
@@ -51,14 +48,14 @@ def test_an_environment_of_a_bare_interpreter_has_the_working_directory_and_our_
     )
     spec = own(source, python=str(bare / "bin" / "python"))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    assert scores_of(spec) == {"folders": 1.0, "ours": 0.0}
+    assert asyncio.run(scores_of(spec)) == {"folders": 1.0, "ours": 0.0}
 
 
-def test_an_environment_whose_import_hangs_is_given_up(own: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_environment_whose_import_hangs_is_given_up(own: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("app.environment.pool.START_TIMEOUT_S", 1.0)
     sentence = "A worker of the environment could not start: it did not load the environment within 1 s."
     with pytest.raises(RunError, match=f"^{re.escape(sentence)}$"):
-        scores_of(own("import threading; threading.Event().wait()\n" + PLAIN))
+        await scores_of(own("import threading; threading.Event().wait()\n" + PLAIN))
 
 
 async def test_a_replaced_worker_that_cannot_load_the_environment_ends_every_wait(own: Maker, tmp_path: Path) -> None:

@@ -17,11 +17,9 @@ from app.config.eval import EvalConfig
 from app.config.placement import PlacementKind
 from app.errors import RunError
 from app.eval import is_due, measure
-from app.placement.fully_async import FullyAsync
 from app.start.inputs import CheckStage, RunInputs
-from app.types import InFlight
 from tests.algorithm.groups import group
-from tests.simulation import World, config, run_virtual, virtual
+from tests.simulation import World, config, run_virtual
 
 
 @pytest.mark.parametrize(
@@ -65,21 +63,3 @@ def test_mode_eval_ends_when_a_completion_is_lost_and_names_it(tmp_path: Path, m
     with pytest.raises(RunError, match=r"no progress for 960 s: 1 groups in flight \(eval/1 on engine [01]\)"):
         app.mode.eval.run(made, tmp_path, RunInputs(made, CheckStage.start))
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "failed"
-
-
-@virtual
-async def test_training_completions_in_flight_do_not_change_the_version_of_an_evaluation(tmp_path: Path) -> None:
-    """In fully_async they continue during it; no sync begins before it ends."""
-    made = config(steps=4, max_staleness=2, in_flight=InFlight.retract, every=2)
-    world = World(made, tmp_path, lambda prompt_id: 5.0 if prompt_id.startswith("sim/") else 1.0, eval_rows=40)
-
-    await FullyAsync(world.context()).run()
-    begun = [entry for engine in world.engines for entry in engine.begun]
-    for ended, step in world.recorder.evaluations:
-        first = next(at for at, version in world.sync.pushed if version == step)
-        assert {
-            version for at, version, prompt_id in begun if prompt_id.startswith("eval/") and first <= at < ended
-        } == {step}
-        assert not [at for at, _ in world.sync.pushed if first < at < ended]
-        in_flight = [at for at, _, prompt_id in begun if prompt_id.startswith("sim/") and first - 5 < at < first]
-        assert bool(in_flight) == (step < 4)  # the last step leaves none

@@ -135,7 +135,7 @@ def fenced(program: str) -> str:
     return f"Here it is:\n```python\n{program}```\n"
 
 
-def test_a_completion_scores_all_or_a_share_and_no_program_is_a_failure() -> None:
+def test_a_completion_scores_all_or_a_share_and_a_row_without_tests_is_a_failure_but_no_program_is() -> None:
     texts = [fenced(RIGHT), fenced(HALF), RIGHT, fenced("import os\nos._exit(0)\n"), fenced("while True:\n    pass\n")]
     completions = [trajectory(text, **MBPP) for text in texts]
     with running_scorer(components={"code": 1.0}, args={"partial": True}, timeout_s=3.0, workers=2) as scorer:
@@ -144,11 +144,7 @@ def test_a_completion_scores_all_or_a_share_and_no_program_is_a_failure() -> Non
     with running_scorer(components={"code": 1.0}, timeout_s=30.0) as scorer:
         assert score(scorer, completions[:4]) == [1, 0, 0, 0]
         assert scorer.scored([completions[1]])[0].reward_components == {"code": 0.0, "code/passed": 0.5}
-
-
-def test_a_row_without_tests_is_a_failure() -> None:
-    with running_scorer(components={"code": 1.0}, timeout_s=30.0) as scorer:
-        assert score(scorer, [trajectory(fenced(RIGHT), **MBPP), trajectory(fenced(RIGHT))]) == [1, 0]
+        assert score(scorer, [completions[0], trajectory(fenced(RIGHT))]) == [1, 0]
         assert scorer.metrics["reward/failed_exception"] == 1
 
 

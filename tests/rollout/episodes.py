@@ -72,10 +72,13 @@ async def rollouter_of(spec: EnvironmentSpec, engines: Sequence[Any], *, retries
         yield rollouter_with(Episodes(environments, EpisodeLimits(64, ROOM, retries), failures, 0), engines)
 
 
-def rollouter_with(episodes: Episodes, engines: Sequence[Any]) -> Rollouter:
-    """A rollouter whose reward is the score of the environment."""
-    scorer = Scorer(RewardConfig(components={"environment": 1.0}))
-    return Rollouter(EnginePool(engines), scorer, build_tokenizer(256), Timeline(), RecoveryConfig(), episodes)
+def rollouter_with(
+    episodes: Episodes | None, engines: Sequence[Any], *, reward: str = "environment", **limits: int
+) -> Rollouter:
+    """A rollouter whose reward is one component, by default the score of the environment. `limits` of `recovery`."""
+    scorer = Scorer(RewardConfig(components={reward: 1.0}))
+    recovery = RecoveryConfig(**limits)
+    return Rollouter(EnginePool(engines), scorer, build_tokenizer(256), Timeline(), recovery, episodes)
 
 
 def prompt(number: int = 0) -> Prompt:
@@ -147,13 +150,10 @@ class Env:
 TURNS = 6  # of both conversations
 
 
-def played(spec: Any, engine: Recording, model: Path, *, prompts: int, temperature: float) -> list[Group]:
-    async def run() -> list[Group]:
-        async with rollouter_of(spec, [engine]) as rollouter:
-            groups = [group(rollouter, tiny_prompt(n, model), temperature=temperature) for n in range(prompts)]
-            return await asyncio.gather(*groups)
-
-    return asyncio.run(run())
+async def played(spec: Any, engine: Recording, model: Path, *, prompts: int, temperature: float) -> list[Group]:
+    async with rollouter_of(spec, [engine]) as rollouter:
+        groups = [group(rollouter, tiny_prompt(n, model), temperature=temperature) for n in range(prompts)]
+        return await asyncio.gather(*groups)
 
 
 def asked(recording: Recording) -> Counter[tuple[bytes, bytes]]:

@@ -61,6 +61,13 @@ def engine_at(url: str, key: str, folder: Path, name: str) -> RemoteEngine:
     return remote(host_spec(folder, name=name, url=url, key=key))
 
 
+def reply_of(url: str, key: str) -> Any:
+    """What a server with this key replies."""
+    call = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"})
+    with urllib.request.urlopen(call, timeout=60) as reply:
+        return json.load(reply)
+
+
 async def address_of(engine: RemoteEngine) -> tuple[str, str]:
     """The URL and the key of an engine's server."""
     return await engine.actor.__ray_call__.remote(_address_and_key)
@@ -155,6 +162,4 @@ def _address_and_key(host: Any) -> tuple[str, str]:
 
 def _running_requests(url: str, key: str) -> int:
     """The requests that the server's scheduler has prefilled and is sampling."""
-    call = urllib.request.Request(url + "/v1/loads?include=core", headers={"Authorization": f"Bearer {key}"})
-    with urllib.request.urlopen(call, timeout=60) as reply:
-        return sum(load["num_running_reqs"] for load in json.load(reply)["loads"])
+    return sum(load["num_running_reqs"] for load in reply_of(url + "/v1/loads?include=core", key)["loads"])

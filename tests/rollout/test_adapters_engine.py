@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from app.errors import EngineError
 from app.rollout.engine.remote import RemoteEngine
 from app.types import Completion, EngineMemory, FinishReason, InFlight
 from tests.rollout.adapters import body_of, logprobs_differ, merged, tensors_of
-from tests.rollout.support import HOT, address_of, in_flight, request
+from tests.rollout.support import HOT, address_of, in_flight, reply_of, request
 
 ROUNDING = 5e-5
 
@@ -38,13 +37,8 @@ def versions(completions: list[Completion]) -> set[int]:
 async def served(engine: RemoteEngine) -> list[int]:
     """The versions of the adapters that the server itself lists."""
     url, key = await address_of(engine)
-    call = urllib.request.Request(url + "/v1/models", headers={"Authorization": f"Bearer {key}"})
-
-    def names() -> list[str]:
-        with urllib.request.urlopen(call, timeout=60) as reply:
-            return [model["id"] for model in json.load(reply)["data"] if model.get("parent")]
-
-    return sorted(int(name.split("-")[1].removeprefix("v")) for name in await asyncio.to_thread(names))
+    models = (await asyncio.to_thread(reply_of, url + "/v1/models", key))["data"]
+    return sorted(int(model["id"].split("-")[1].removeprefix("v")) for model in models if model.get("parent"))
 
 
 async def serves(engine: RemoteEngine, expected: list[int]) -> None:

@@ -3,8 +3,6 @@
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,8 +18,7 @@ from app.rollout.engine import client as clients
 from app.rollout.engine.client import Client, parse, spans, spans_in_place
 from app.types import FinishReason, VersionSpan
 from tests.rollout.support import host_spec, remote, request
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+from tests.teacher.servers import Handler, serving
 
 
 def span(version: str, start: int, end: int) -> dict[str, Any]:
@@ -46,39 +43,28 @@ def test_spans_cover_all_tokens_without_gaps(reported: Any, expected: list[tuple
 
 
 @pytest.mark.parametrize(
-    ("reported", "expected"),
+    ("reported", "at_once", "expected"),
     [
-        ([(4, 0, 10)], [(4, 0, 10)]),
-        ([(4, 0, 3), (5, 3, 10)], [(4, 0, 4), (5, 4, 10)]),
-        ([(4, 0, 3), (6, 3, 10)], [(4, 0, 4), (6, 4, 10)]),
-        ([(5, 0, 10)], [(4, 0, 1), (5, 1, 10)]),  # no token before the sync
-        ([(6, 0, 10)], [(5, 0, 1), (6, 1, 10)]),  # it waited through a sync
-        ([(5, 0, 1)], [(4, 0, 1)]),
-        ([(4, 0, 9), (5, 9, 10)], [(4, 0, 10)]),
-        ([(4, 0, 3), (5, 3, 4), (6, 4, 10)], [(4, 0, 4), (5, 4, 5), (6, 5, 10)]),
-        ([(4, 0, 0)], []),
+        ([(4, 0, 10)], 1, [(4, 0, 10)]),
+        ([(4, 0, 3), (5, 3, 10)], 1, [(4, 0, 4), (5, 4, 10)]),
+        ([(4, 0, 3), (6, 3, 10)], 1, [(4, 0, 4), (6, 4, 10)]),
+        ([(5, 0, 10)], 1, [(4, 0, 1), (5, 1, 10)]),  # no token before the sync
+        ([(6, 0, 10)], 1, [(5, 0, 1), (6, 1, 10)]),  # it waited through a sync
+        ([(5, 0, 1)], 1, [(4, 0, 1)]),
+        ([(4, 0, 9), (5, 9, 10)], 1, [(4, 0, 10)]),
+        ([(4, 0, 3), (5, 3, 4), (6, 4, 10)], 1, [(4, 0, 4), (5, 4, 5), (6, 5, 10)]),
+        ([(4, 0, 0)], 1, []),
+        ([(4, 0, 3), (5, 3, 20)], 4, [(4, 0, 7), (5, 7, 20)]),
+        ([(5, 0, 10)], 4, [(4, 0, 4), (5, 4, 10)]),
+        ([(4, 0, 3), (5, 3, 6)], 4, [(4, 0, 6)]),
+        ([(4, 0, 3), (5, 3, 5), (6, 5, 8)], 4, [(4, 0, 7), (5, 7, 8)]),
     ],
 )
-def test_the_first_token_after_a_sync_in_place_counts_as_the_version_before(
-    reported: list[tuple[int, int, int]], expected: list[tuple[int, int, int]]
+def test_the_tokens_that_a_pass_may_yield_after_a_sync_in_place_count_as_the_version_before(
+    reported: list[tuple[int, int, int]], at_once: int, expected: list[tuple[int, int, int]]
 ) -> None:
-    counted = spans_in_place([VersionSpan(*each) for each in reported], 4)
-    assert [(each.version, each.start, each.end) for each in counted] == expected
-
-
-@pytest.mark.parametrize(
-    ("reported", "expected"),
-    [
-        ([(4, 0, 3), (5, 3, 20)], [(4, 0, 7), (5, 7, 20)]),
-        ([(5, 0, 10)], [(4, 0, 4), (5, 4, 10)]),
-        ([(4, 0, 3), (5, 3, 6)], [(4, 0, 6)]),
-        ([(4, 0, 3), (5, 3, 5), (6, 5, 8)], [(4, 0, 7), (5, 7, 8)]),
-    ],
-)
-def test_with_drafts_as_many_tokens_as_a_pass_may_accept_count_as_the_version_before(
-    reported: list[tuple[int, int, int]], expected: list[tuple[int, int, int]]
-) -> None:
-    counted = spans_in_place([VersionSpan(*each) for each in reported], 4, 4)
+    """One, and with drafts as many as a pass may accept."""
+    counted = spans_in_place([VersionSpan(*each) for each in reported], 4, at_once)
     assert [(each.version, each.start, each.end) for each in counted] == expected
 
 
@@ -111,22 +97,6 @@ def test_an_answer_without_tokens_is_an_empty_completion() -> None:
     completion = asyncio.run(parse({"meta_info": {"finish_reason": {"type": "abort"}}}, 3)).completion
     assert (len(completion.token_ids), len(completion.logprobs)) == (0, 0)
     assert completion.finish_reason is FinishReason.abort
-
-
-@asynccontextmanager
-async def serving(**routes: Handler) -> AsyncIterator[str]:
-    """A web server in this process; routes by name."""
-    application = web.Application()
-    for name, handler in routes.items():
-        application.router.add_route("*", f"/{name}", handler)
-    runner = web.AppRunner(application, shutdown_timeout=0.1)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
 
 
 def replying(text: str, status: int = 200) -> Handler:

@@ -87,15 +87,13 @@ def visitor(own: OwnServer, tmp_path: Path) -> Iterator[RemoteEngine]:
     ray.kill(engine.actor)
 
 
-def test_a_server_answers_only_with_its_key(own: OwnServer) -> None:
+def test_a_server_answers_only_with_its_key_which_no_process_list_and_no_log_shows(own: OwnServer) -> None:
     for headers in ({}, {"Authorization": "Bearer another"}):
         call = urllib.request.Request(own.url + "/server_info", headers=headers)
         with pytest.raises(urllib.error.HTTPError) as refused:
             urllib.request.urlopen(call, timeout=10)
         assert refused.value.code == 401
 
-
-def test_no_process_list_and_no_log_shows_the_key(own: OwnServer) -> None:
     processes = process_group(own.pid)
     assert len(processes) >= 4  # the server, its watcher, its scheduler, its detokenizer
     assert not [process for process in processes if KEY in " ".join(process.cmdline())]
@@ -104,7 +102,6 @@ def test_no_process_list_and_no_log_shows_the_key(own: OwnServer) -> None:
 
 async def test_a_running_server_is_used_by_its_address(own: OwnServer, visitor: RemoteEngine) -> None:
     """At the same time as by another host, for the same prompt."""
-
     theirs = await in_flight(own.engine, request(group_size=2, temperature=HOT, max_tokens=2000))
     assert len(await visitor.generate(request(group_size=2))) == 2
     assert not theirs.done()
@@ -145,9 +142,8 @@ async def test_an_abort_that_nobody_asked_for_is_an_error_of_that_prompt(visitor
     with pytest.raises(EngineError) as aborted:
         await asyncio.wait_for(visitor.generate(request("aborted/1@0")), 60)
     assert len(await visitor.generate(request("good/2@0"))) == 4  # the engine still serves
-    error = aborted.value
-    assert type(error) is EngineError
-    assert re.search("engine 6 .* 4 of 4 .*aborted/1@0 .*: out of KV cache", str(error))
+    assert type(aborted.value) is EngineError
+    assert re.search("engine 6 .* 4 of 4 .*aborted/1@0 .*: out of KV cache", str(aborted.value))
 
 
 # --- processes that stop or die

@@ -102,11 +102,13 @@ async def test_a_completion_ends_with_its_stop_string_whose_tokens_have_logprobs
     assert largest_difference(tiny_model, [given], [completions]) < 1e-4
 
 
-async def test_abort_ends_the_group_of_a_prompt_and_no_other(endless: RemoteEngine) -> None:
+async def test_a_prompt_in_flight_is_refused_and_abort_ends_its_group_and_no_other(endless: RemoteEngine) -> None:
     first = await in_flight(endless, request("a/1@0", group_size=3, temperature=HOT, max_tokens=LONG))
     given = request("a/2@0", group_size=3, temperature=HOT, max_tokens=900)
     second = await in_flight(endless, given, running=4)  # at least one of them
     assert (await endless.stats()).groups == 2
+    with pytest.raises(EngineError, match="engine 1: prompt a/1@0"):
+        await endless.generate(request("a/1@0"))
     await endless.abort(["a/1@0", "not/there@0"])
     aborted, finished = await first, await second
     assert {completion.finish_reason for completion in aborted} == {FinishReason.abort}
@@ -117,7 +119,6 @@ async def test_abort_ends_the_group_of_a_prompt_and_no_other(endless: RemoteEngi
 
 async def test_a_paused_engine_leaves_the_cores_to_others_and_wakes_at_once(endless: RemoteEngine) -> None:
     """SGLang's own loop would take a whole core while the trainer trains."""
-
     task = await in_flight(endless, request(group_size=4, temperature=HOT, max_tokens=LONG))
     await endless.pause(InFlight.retract)
     try:
@@ -167,12 +168,3 @@ async def test_drain_waits_for_what_is_in_flight_and_holds_what_comes_after(endl
     assert (await endless.stats()).groups == 0
     await endless.resume()
     assert len(await asyncio.wait_for(later, 60)) == 4
-
-
-async def test_a_prompt_in_flight_is_refused_a_second_time_and_ends_with_an_abort_of_all(endless: RemoteEngine) -> None:
-    task = await in_flight(endless, request(group_size=4, temperature=HOT, max_tokens=LONG))
-    with pytest.raises(EngineError, match="engine 1: prompt test/0@0"):
-        await endless.generate(request())
-    await endless.abort()
-    assert {completion.finish_reason for completion in await asyncio.wait_for(task, 60)} == {FinishReason.abort}
-    assert (await endless.stats()).groups == 0

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from app.rollout.episodes import EpisodeLimits, Episodes
 from app.rollout.episodes.episode_group import episode_failures
 from app.rollout.requests import Aborted
 from app.rollout.rollouter import Rollouter
-from app.types import Completion, Ending, FinishReason, GroupRequest, Sampling, Trajectory
+from app.types import Completion, Ending, FinishReason, GroupRequest, Sampling, Trajectory, VersionSpan
 from tests.environment.characters import Characters
 from tests.rollout.episodes import rollouter_with
 from tests.simulated_environments import InProcessEnvironments
@@ -57,14 +56,9 @@ class Engine(SimEngine):
             return [completion]
         count = min(wanted, most)
         self.sampled += count
-        tokens = np.full(count, 65, dtype=np.int32)
+        tokens, logprobs = np.full(count, 65, dtype=np.int32), np.zeros(count, dtype=np.float32)
         reason = FinishReason.length if wanted >= most else FinishReason.stop
-        spans = (replace(completion.spans[0], start=0, end=count),)
-        return [
-            replace(
-                completion, token_ids=tokens, logprobs=np.zeros(count, np.float32), spans=spans, finish_reason=reason
-            )
-        ]
+        return [Completion(tokens, logprobs, reason, (VersionSpan(self.version, 0, count),))]
 
     @staticmethod
     async def sampling(engines: Sequence["Engine"]) -> None:

@@ -83,7 +83,7 @@ def test_every_request_begins_with_all_tokens_of_the_sequence_and_only_sampled_o
 
 
 @virtual
-async def test_the_turns_of_a_group_stay_on_one_engine_and_groups_spread_over_engines() -> None:
+async def test_the_turns_of_a_group_stay_on_one_engine_with_one_seed_and_groups_spread_over_engines() -> None:
     setting = Setting(engines=2)
 
     await asyncio.gather(*(setting.group(prompt=number) for number in range(4)))
@@ -91,6 +91,8 @@ async def test_the_turns_of_a_group_stay_on_one_engine_and_groups_spread_over_en
     assert not served[0] & served[1]
     assert [len(each) for each in served] == [2, 2]
     assert setting.rollouter.pool._sticky_episodes.tolist() == [0, 0]
+    seeds = {(session.task.id, session.task.seed) for session in setting.environments.sessions}
+    assert len(seeds) == len({seed for _, seed in seeds}) == 4
 
 
 @virtual
@@ -149,20 +151,16 @@ def test_too_many_failures_end_the_run_with_the_reason() -> None:
     assert all(session.ended for session in setting.environments.sessions)
 
 
-def test_an_abort_reaches_an_episode_inside_its_environment_and_counts_what_was_sampled() -> None:
+@virtual
+async def test_an_abort_reaches_an_episode_inside_its_environment_and_counts_what_was_sampled() -> None:
     setting = Setting(lambda task, number: Script(seconds=0.0 if number else 100.0))
-
-    async def story() -> tuple[float, Aborted]:
-        playing = asyncio.create_task(setting.group())
-        await asyncio.sleep(1.5)  # one is in its environment, the other in its second turn
-        await setting.rollouter.abort(["sim/0"])
-        with pytest.raises(Aborted) as aborted:
-            await playing
-        return now(), aborted.value
-
-    ended, aborted = run_virtual(story())
-    assert ended == pytest.approx(1.5)
-    assert aborted.tokens == 4
+    playing = asyncio.create_task(setting.group())
+    await asyncio.sleep(1.5)  # one is in its environment, the other in its second turn
+    await setting.rollouter.abort(["sim/0"])
+    with pytest.raises(Aborted) as aborted:
+        await playing
+    assert now() == pytest.approx(1.5)
+    assert aborted.value.tokens == 4
     assert [session.ended for session in setting.environments.sessions] == ["aborted", "aborted"]
     assert [session.closed for session in setting.environments.sessions] == [1, 1]
     assert setting.rollouter.requests.in_flight == {}
@@ -184,13 +182,3 @@ def test_a_sequence_never_outgrows_the_context() -> None:
     setting = Setting(lambda task, number: Script(turns=9), max_response_tokens=6)
     run_virtual(setting.group(max_tokens=1000))
     assert max(len(r.token_ids) + r.sampling.max_tokens for r in setting.requests) == 8 + 6
-
-
-@virtual
-async def test_the_members_of_a_group_have_one_seed_and_groups_have_others() -> None:
-    setting = Setting()
-
-    await setting.group(prompt=0)
-    await setting.group(prompt=1)
-    seeds = [session.task.seed for session in setting.environments.sessions]
-    assert seeds[0] == seeds[1] != seeds[2] == seeds[3]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from app.rollout.engine.remote import RemoteEngine
-from app.types import Completion, Group, GroupRequest, InFlight
+from app.types import Completion, GroupRequest, InFlight
 from tests.rollout.episodes import (
     TALK,
     TURNS,
@@ -35,12 +35,12 @@ def held(recording: Recording, index: int) -> int:
     return longest
 
 
-def test_every_request_begins_with_its_sequence_and_finds_it_in_the_cache_and_all_turns_have_exact_logprobs(
+async def test_every_request_begins_with_its_sequence_and_finds_it_in_the_cache_and_all_turns_have_exact_logprobs(
     engine: RemoteEngine, tiny_model: Path, own: Any
 ) -> None:
     recording = Recording(engine)
     spec = own(TALK, max_turn_tokens=24, model=tiny_model)
-    groups = played(spec, recording, tiny_model, prompts=2, temperature=HOT)
+    groups = await played(spec, recording, tiny_model, prompts=2, temperature=HOT)
 
     trajectories = [trajectory for each in groups for trajectory in each.trajectories]
     assert [len(trajectory.sequences) for trajectory in trajectories] == [2] * 8
@@ -64,7 +64,9 @@ def test_every_request_begins_with_its_sequence_and_finds_it_in_the_cache_and_al
     assert sum(each["cached_tokens"] for each in metrics) == sum(each.cached_tokens for each in recording.completions)
 
 
-def test_a_turn_after_a_pause_finds_nothing_in_the_cache(engine: RemoteEngine, tiny_model: Path, own: Any) -> None:
+async def test_a_turn_after_a_pause_finds_nothing_in_the_cache(
+    engine: RemoteEngine, tiny_model: Path, own: Any
+) -> None:
     """A push pauses: what an older policy computed is not used."""
 
     class Pausing(Recording):
@@ -74,13 +76,9 @@ def test_a_turn_after_a_pause_finds_nothing_in_the_cache(engine: RemoteEngine, t
                 await engine.resume()
             return await super().generate(request)
 
-    async def run(recording: Recording) -> Group:
-        spec = own(TALK, max_turn_tokens=24, model=tiny_model)
-        async with rollouter_of(spec, [recording]) as rollouter:
-            return await group(rollouter, tiny_prompt(1, tiny_model), size=1, temperature=HOT)
-
     recording = Pausing(engine)
-    asyncio.run(run(recording))
+    async with rollouter_of(own(TALK, max_turn_tokens=24, model=tiny_model), [recording]) as rollouter:
+        await group(rollouter, tiny_prompt(1, tiny_model), size=1, temperature=HOT)
     before = [held(recording, index) for index in range(TURNS)]
     cached = [completion.cached_tokens for completion in recording.completions]
     assert cached[1] >= before[1] - 1 > 0  # more where an earlier test sampled the same

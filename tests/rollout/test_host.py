@@ -52,7 +52,6 @@ async def test_an_abort_of_everything_includes_what_waits_for_admission(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise a prompt whose caller is gone would be admitted at `resume`, and refused to the next caller."""
-
     host = started(SilentClient(), monkeypatch, tmp_path)
     await host.pause(InFlight.drain)
     waiting = asyncio.create_task(host.generate(request("p/1@0")))

@@ -1,6 +1,7 @@
 """The pool sends a group to the engine with the fewest outstanding completions."""
 
 import asyncio
+import math
 import random
 
 import pytest
@@ -8,25 +9,14 @@ import pytest
 from app.errors import EngineError, EngineLost
 from app.protocols import RolloutEngine
 from app.rollout.engine.pool import EnginePool
-from app.types import Completion, GroupRequest, InFlight
+from app.types import Completion, InFlight
 from tests.rollout import support
 from tests.simulation import SimEngine
 
 
-class ManualEngine(SimEngine):
-    """An engine whose groups the test finishes."""
-
-    def __init__(self) -> None:
-        super().__init__(lambda _: 0.0, lambda _, __: True)
-        self.groups: dict[str, asyncio.Future[list[Completion]]] = {}
-        self.pauses: list[object] = []
-
-    async def generate(self, request: GroupRequest) -> list[Completion]:
-        self.groups[request.prompt_id] = asyncio.get_running_loop().create_future()
-        return await self.groups[request.prompt_id]
-
-    async def pause(self, in_flight: InFlight) -> None:
-        self.pauses.append(in_flight)
+def endless() -> SimEngine:
+    """An engine that samples until it dies."""
+    return SimEngine(lambda _: math.inf, lambda _, __: True)
 
 
 async def sent(pool: EnginePool, name: str, group_size: int) -> asyncio.Task[list[Completion]]:
@@ -40,32 +30,33 @@ async def sent(pool: EnginePool, name: str, group_size: int) -> asyncio.Task[lis
 
 
 async def test_an_engine_that_failed_a_group_has_no_work_left_from_it() -> None:
-    one, two = ManualEngine(), ManualEngine()
+    one, two = endless(), endless()
     pool = EnginePool([one, two])
     failing = await sent(pool, "a", 8)
-    one.groups["a"].set_exception(EngineError("engine 0 died"))
+    one.die(EngineError("engine 0 died"))
     with pytest.raises(EngineError, match="engine 0 died"):
         await failing
+    one.fail = None
     cancelled = await sent(pool, "b", 8)
     cancelled.cancel()
     await asyncio.wait([cancelled])
     await sent(pool, "c", 1)
     await sent(pool, "d", 1)
-    assert (list(one.groups), list(two.groups)) == (["a", "b", "c"], ["d"])
+    assert (list(one.calls), list(two.calls)) == (["a", "b", "c"], ["d"])
 
 
 async def test_a_lost_engine_gets_no_group_until_it_is_replaced() -> None:
-    one, two, replacement = ManualEngine(), ManualEngine(), ManualEngine()
+    one, two, replacement = endless(), endless(), endless()
     pool = EnginePool([one, two])
     failing = await sent(pool, "a", 1)
-    one.groups["a"].set_exception(EngineLost("engine 0 was killed"))
+    one.die(EngineLost("engine 0 was killed"))
     with pytest.raises(EngineLost, match="engine 0 was killed"):
         await failing
     assert pool.engine_lost.is_set()
     assert pool.alive == [two]
     for name in ("b", "c"):
         await sent(pool, name, 4)
-    assert (list(one.groups), list(two.groups)) == (["a"], ["b", "c"])
+    assert (list(one.calls), list(two.calls)) == (["a"], ["b", "c"])
     pool.mark_lost(two, EngineLost("engine 1 was killed"))
     waiting = await sent(pool, "d", 1)
     assert await pool.each(RolloutEngine.pause, InFlight.drain) == {}
@@ -74,12 +65,12 @@ async def test_a_lost_engine_gets_no_group_until_it_is_replaced() -> None:
     pool.mark_ready(0)
     for _ in range(3):
         await asyncio.sleep(0)
-    assert list(replacement.groups) == ["d"]
+    assert list(replacement.calls) == ["d"]
 
 
 async def test_the_choice_is_that_of_a_plain_loop_over_all_engines() -> None:
     chance = random.Random(0)
-    engines = [ManualEngine() for _ in range(20)]
+    engines = [endless() for _ in range(20)]
     pool = EnginePool(engines)
     load = dict.fromkeys(range(20), 0)
     choices = set()
@@ -92,7 +83,7 @@ async def test_the_choice_is_that_of_a_plain_loop_over_all_engines() -> None:
 
         completions = chance.randint(1, 9)
         await sent(pool, str(number), completions)
-        assert str(number) in engines[wanted].groups
+        assert str(number) in engines[wanted].calls
         load[wanted] += completions
         choices.add(wanted)
         if number % 20 == 5 and len(ready) > 3:

@@ -62,10 +62,13 @@ async def test_a_group_that_was_retracted_has_the_logprobs_of_transformers(engin
     assert largest_difference(model, [given], [result]) < ROUNDING
 
 
-def test_all_turns_of_episodes_have_the_logprobs_of_transformers(engine: RemoteEngine, model: Path, own: Any) -> None:
+async def test_all_turns_of_episodes_have_the_logprobs_of_transformers(
+    engine: RemoteEngine, model: Path, own: Any
+) -> None:
     """`model=tiny_qwen35` has no prefix cache, as every Qwen3.5 on a CPU: each turn computes its whole sequence."""
     recording = Recording(engine)
-    groups = played(own(TALK, max_turn_tokens=24, model=model), recording, model, prompts=2, temperature=1.0)
+    spec = own(TALK, max_turn_tokens=24, model=model)
+    groups = await played(spec, recording, model, prompts=2, temperature=1.0)
     sequences = [sequence for each in groups for trajectory in each.trajectories for sequence in trajectory.sequences]
     assert len(sequences) == 2 * 4 * 2
     assert asked(recording) == trained(sequences)

@@ -1,21 +1,14 @@
 """What becomes of a prompt whose engine fails it, and of groups that fail together. In virtual time."""
 
-import asyncio
 from collections.abc import Callable
 
 import pytest
 
-from app.config.recovery import RecoveryConfig
-from app.config.reward import RewardConfig
 from app.errors import EngineError
-from app.reward.scorer import Scorer
-from app.rollout.engine.pool import EnginePool
-from app.rollout.requests import Aborted
 from app.rollout.rollouter import Rollouter
-from app.tracking.run_folder.timeline import Timeline
 from app.types import Completion, Group, GroupRequest, Sampling
+from tests.rollout.episodes import rollouter_with
 from tests.simulation import SimEngine, now, prompts, run_virtual, virtual
-from tests.tiny_models.tokenizer import build_tokenizer
 
 SAMPLING = Sampling(1.0, 1.0, 16)
 Fails = Callable[[GroupRequest, int], Exception | None]  # request, its attempt from 1 → error
@@ -37,9 +30,7 @@ class FailingEngine(SimEngine):
 def rollouter(fails: Fails = lambda request, attempt: None, **limits: int) -> tuple[Rollouter, FailingEngine]:
     engine = FailingEngine(lambda prompt_id: 1.0, lambda prompt_id, member: True)
     engine.fails = fails
-    scorer = Scorer(RewardConfig(components={"exact": 1.0}))
-    made = Rollouter(EnginePool([engine]), scorer, build_tokenizer(256), Timeline(), RecoveryConfig(**limits))
-    return made, engine
+    return rollouter_with(None, [engine], reward="exact", **limits), engine
 
 
 async def sample(made: Rollouter, count: int = 1) -> list[Group]:
@@ -55,8 +46,7 @@ async def test_a_prompt_that_an_engine_aborts_is_sent_again_after_a_pause() -> N
     made, engine = rollouter(lambda request, attempt: out_of_memory(request) if attempt < 3 else None)
 
     assert len(await sample(made)) == 1
-    result = now()
-    assert result == pytest.approx(3 + 0.25 + 0.5)
+    assert now() == pytest.approx(3 + 0.25 + 0.5)
     assert engine.calls["sim/0"] == 3
 
 
@@ -69,19 +59,3 @@ def test_a_prompt_that_an_engine_always_aborts_ends_with_its_name_and_the_engine
     with pytest.raises(EngineError, match=sentence):
         run_virtual(sample(made))
     assert engine.calls["sim/0"] == 3
-
-
-@virtual
-async def test_an_abort_on_request_is_not_an_error_of_the_engine_and_counts_what_was_sampled() -> None:
-    made, engine = rollouter()
-    engine.seconds = lambda prompt_id: 10.0
-    engine.tokens = 100
-
-    group = asyncio.create_task(made.group(prompts(1)[0], size=2, sampling=SAMPLING, version=lambda: 0))
-    await asyncio.sleep(4)
-    await engine.abort(["sim/0"])
-    with pytest.raises(Aborted, match=r"sim/0 .* 80 tokens") as aborted:
-        await group
-    result = aborted.value
-    assert result.tokens == 2 * 40
-    assert engine.calls["sim/0"] == 1

@@ -20,7 +20,6 @@ class Double:
 
     def __init__(self, limit: int = 4) -> None:
         self.loaded: list[str] = []
-        self.calls: list[str] = []
         self.failures: dict[str, list[EngineError]] = {}
         self.ending: dict[Adapter, asyncio.Event] = {}
         self.adapters = Adapters("engine 0", "h", limit=limit, abort_timeout_s=0.2, post=self.post, abort=self.abort)
@@ -28,7 +27,6 @@ class Double:
     async def post(self, route: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
         name = str(body["lora_name"])
         verb = {"/load_lora_adapter_from_tensors": "+", "/unload_lora_adapter": "-"}[route]
-        self.calls.append(verb + name)
         await asyncio.sleep(0)
         if self.failures.get(verb):
             raise self.failures[verb].pop(0)
@@ -42,8 +40,8 @@ class Double:
         if adapter in self.ending:
             self.ending.pop(adapter).set()
 
-    async def request(self) -> asyncio.Event:
-        """A request that has begun; it ends with the event."""
+    async def request(self) -> None:
+        """Begin a request, which ends when it is aborted."""
         ended = asyncio.Event()
         begun = asyncio.Event()
 
@@ -55,13 +53,6 @@ class Double:
 
         self.task = asyncio.create_task(run())
         await begun.wait()
-        return ended
-
-
-async def settled() -> None:
-    """Let everything run that waits for nothing but its turn."""
-    for _ in range(20):
-        await asyncio.sleep(0)
 
 
 async def test_every_load_has_a_name_of_its_own_and_later_requests_use_it() -> None:
@@ -77,7 +68,6 @@ async def test_every_load_has_a_name_of_its_own_and_later_requests_use_it() -> N
 
 async def test_an_adapter_whose_load_was_not_answered_is_unloaded_later() -> None:
     """The server may have it all the same."""
-
     server = Double()
     await server.adapters.load(1, BODY)
     server.failures["+"] = [NoAnswer("no answer")]

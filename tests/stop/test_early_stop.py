@@ -18,7 +18,7 @@ from app.tracking.recorder import RunFolderRecorder
 from tests.checkpoint.test_best import save
 from tests.folders import a_run
 from tests.folders import composed_by_hydra as composed
-from tests.simulation import World, config, run_virtual, without_threads
+from tests.simulation import World, config, virtual, without_threads
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,8 @@ def test_neither_the_last_step_nor_one_without_an_evaluation_stops_a_run() -> No
     ("kind", "stop", "last"),
     [(PlacementKind.colocate, StopConfig(at_accuracy=0.9), 2), (PlacementKind.fully_async, StopConfig(patience=2), 6)],
 )
-def test_a_run_ends_where_its_evaluations_stop_it_and_saves_that_step(
+@virtual
+async def test_a_run_ends_where_its_evaluations_stop_it_and_saves_that_step(
     kind: PlacementKind, stop: StopConfig, last: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without_threads(monkeypatch)
@@ -62,54 +63,39 @@ def test_a_run_ends_where_its_evaluations_stop_it_and_saves_that_step(
     settings.checkpoint = CheckpointConfig(every=0, keep=2, export=False)
     settings.stop = stop
     world = World(settings, tmp_path, right=lambda prompt_id, member: True)
-
-    async def story() -> None:
+    with RunFolderRecorder(settings, tmp_path) as recorder:
+        world.recorder = recorder  # type: ignore[assignment]
         context = world.context()
         await CONTROLLERS[kind](context).run()
         await context.checkpoints.wait()
-
-    with RunFolderRecorder(settings, tmp_path) as recorder:
-        world.recorder = recorder  # type: ignore[assignment]
-        run_virtual(story())
     assert json.loads((tmp_path / "summary.json").read_text())["steps"] == last
     assert latest(tmp_path) == tmp_path / "checkpoints" / f"step_{last}"
     assert (len(world.trainer.trained), world.trainer.open) == (last, None)
 
 
 @pytest.mark.parametrize(
-    ("checkpoint", "overrides", "finished"),
+    ("status", "checkpoint", "overrides", "finished"),
     [
-        (4, [], True),
-        (4, ["steps=90"], True),  # its evaluations would stop it again
-        (4, ["stop.at_accuracy=0.95"], False),
-        (None, [], True),
+        ("finished", 4, [], True),
+        ("finished", 4, ["steps=90"], True),  # its evaluations would stop it again
+        ("finished", 4, ["stop.at_accuracy=0.95"], False),
+        ("finished", None, [], True),
+        ("interrupted", 4, [], False),  # though its evaluation would stop it
     ],
 )
 def test_a_run_that_stopped_early_is_finished_until_its_settings_let_it_go_on(
-    checkpoint: int | None, overrides: list[str], finished: bool, tmp_path: Path
+    status: str, checkpoint: int | None, overrides: list[str], finished: bool, tmp_path: Path
 ) -> None:
     run = a_run(
-        tmp_path / "run",
-        "steps=60",
-        "stop.at_accuracy=0.9",
-        step=checkpoint,
-        reached=4,
-        status="finished",
-        accuracy=0.92,
+        tmp_path / "run", "steps=60", "stop.at_accuracy=0.9", step=checkpoint, reached=4, status=status, accuracy=0.92
     )
     with (run / "metrics.jsonl").open("a") as metrics:
         metrics.write('{"step": 4, "eval/accuracy": 0.92}\n')
     resumption = resume_training(composed(f"resume={run}", *overrides), tmp_path / "new")
     assert resumption.accuracy == (0.92 if finished else None)
+    assert resumption.checkpoint == (None if finished else run / "checkpoints" / "step_4")
     if finished:
         assert "stop.at_accuracy=0.9" in resumption.notes[-1]
-
-
-def test_an_interrupted_run_is_resumed_though_its_evaluation_would_stop_it(tmp_path: Path) -> None:
-    run = a_run(tmp_path / "run", "stop.at_accuracy=0.9", step=4, reached=4, status="interrupted")
-    with (run / "metrics.jsonl").open("a") as metrics:
-        metrics.write('{"step": 4, "eval/accuracy": 0.92}\n')
-    assert resume_training(composed(f"resume={run}"), tmp_path / "new").checkpoint == run / "checkpoints" / "step_4"
 
 
 @pytest.mark.parametrize(("accuracy", "stops"), [(0.8, False), (0.95, True)])

@@ -1,4 +1,4 @@
-"""A teacher's server: the real SGLang with a tokenizer, or a double that answers as it is asked to."""
+"""A server: the real SGLang with a tokenizer, as a teacher is, or handlers that answer in its place."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -42,12 +42,11 @@ async def sglang(model: Path, folder: Path) -> AsyncIterator[Address]:
 
 
 @asynccontextmanager
-async def double(generate: Handler, tokenize: Handler | None = None) -> AsyncIterator[str]:
-    """Serve handlers of the teacher's two routes."""
+async def serving(**routes: Handler) -> AsyncIterator[str]:
+    """Serve handlers in this process, each at the route of its name."""
     application = web.Application()
-    application.router.add_post("/generate", generate)
-    if tokenize is not None:
-        application.router.add_post("/tokenize", tokenize)
+    for name, handler in routes.items():
+        application.router.add_route("*", f"/{name}", handler)
     runner = web.AppRunner(application, shutdown_timeout=0.1)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)

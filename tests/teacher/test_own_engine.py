@@ -33,18 +33,6 @@ QWEN = ["model=qwen3_4b", "algorithm=opd", "teacher.path=Qwen/Qwen3.5-9B"]
 SPLIT = ["placement=fully_async", "placement.trainer_devices=2"]
 
 
-async def test_an_engine_of_the_run_scores_as_transformers_does(engine: RemoteEngine, tiny_model: Path) -> None:
-    alone = one_turn([22, 23, 16, 24, 34], [25, 26, 2])
-    group = group_of(alone, several_turns(alone))
-    async with Teacher(TeacherConfig(path="tiny"), EnginePool([engine])) as scorer:
-        scored = await scorer.score(group)
-
-    model = transformers_model(tiny_model)
-    for sequence in (each for trajectory in scored.trajectories for each in trajectory.sequences):
-        assert sequence.teacher_logprobs is not None
-        np.testing.assert_allclose(sequence.teacher_logprobs, exact(model, sequence), atol=2e-5)
-
-
 def test_a_teacher_of_another_vocabulary_or_a_shorter_context_is_refused(tiny_model: Path, tmp_path: Path) -> None:
     moment = CheckStage.start
     other = Path(shutil.copytree(tiny_model, tmp_path / "other"))
@@ -77,8 +65,8 @@ class Lost:
         raise EngineLost("teacher was killed by SIGKILL")
 
 
-async def test_requests_wait_for_a_replacement_of_the_engine(
-    engine: RemoteEngine, monkeypatch: pytest.MonkeyPatch
+async def test_an_engine_of_the_run_scores_as_transformers_does_and_requests_wait_for_its_replacement(
+    engine: RemoteEngine, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("app.teacher.RETRY_DELAY_S", 0.01)
     monkeypatch.setattr("app.teacher.RETRIES", 1)
@@ -89,13 +77,16 @@ async def test_requests_wait_for_a_replacement_of_the_engine(
         pool.replace(0, engine)
         pool.mark_ready(0)
 
+    alone = one_turn([22, 23, 16, 24, 34], [25, 26, 2])
     async with Teacher(TeacherConfig(path="tiny"), pool) as scorer:
         replacing = asyncio.create_task(replace())
-        scored = await scorer.score(group_of(one_turn([22, 23, 34], [25, 2])))
+        scored = await scorer.score(group_of(alone, several_turns(alone)))
         await replacing
-    logprobs = scored.trajectories[0].completion.teacher_logprobs
-    assert logprobs is not None
-    assert np.isfinite(logprobs).all()
+
+    model = transformers_model(tiny_model)
+    for sequence in (each for trajectory in scored.trajectories for each in trajectory.sequences):
+        assert sequence.teacher_logprobs is not None
+        np.testing.assert_allclose(sequence.teacher_logprobs, exact(model, sequence), atol=2e-5)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from app.model.hf_directory import load_tokenizer
 from app.teacher import KEY, Teacher, require_teacher
 from app.types import Completion, Ending, Episode, FinishReason, Group, Prompt, TokenSequence, Trajectory, VersionSpan
 from tests.refusals import refused
-from tests.teacher.servers import double, sglang
+from tests.teacher.servers import serving, sglang
 from tests.trainer.plain import transformers_model
 
 
@@ -88,7 +88,7 @@ def entries(count: int, logprob: float = -0.5) -> web.Response:
 
 
 async def scored_by(handler: Callable[[web.Request], Any], **changes: Any) -> Group:
-    async with double(handler) as url, Teacher(replace(TeacherConfig(urls=[url]), **changes)) as teacher:
+    async with serving(generate=handler) as url, Teacher(replace(TeacherConfig(urls=[url]), **changes)) as teacher:
         return await teacher.score(group_of(one_turn([1, 2], [3, 4, 5])))
 
 
@@ -115,7 +115,7 @@ async def test_each_data_source_is_scored_by_its_own_teacher() -> None:
         return generate
 
     config = TeacherConfig()
-    async with double(teacher(-0.5)) as one, double(teacher(-2.0)) as other:
+    async with serving(generate=teacher(-0.5)) as one, serving(generate=teacher(-2.0)) as other:
         config.urls = {"sums": [one], "code": [other, other]}
         async with Teacher(config) as teachers:
             scored = [await teachers.score(of_source(each)) for each in ("sums", "code", "sums", "code")]

@@ -56,8 +56,10 @@ def make(recipe: Recipe, folder: Path, *, seed: int = 0, warmed_up: bool = True)
     )
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    if recipe.qwen35:
-        _add_interval(folder / "config.json")
+    if recipe.qwen35:  # SGLang reads the interval; transformers only writes the type of each layer
+        file = folder / "config.json"
+        config = {**json.loads(file.read_text()), "full_attention_interval": FULL_ATTENTION_INTERVAL}
+        file.write_text(json.dumps(config, indent=2) + "\n")
     return folder
 
 
@@ -115,12 +117,6 @@ def _shapes(recipe: Recipe, tokenizer: Any) -> dict[str, Any]:
         "pad_token_id": tokenizer.pad_token_id,
         "dtype": "float32",
     }
-
-
-def _add_interval(file: Path) -> None:
-    """Add the interval that SGLang reads: transformers only writes the type of each layer."""
-    config = json.loads(file.read_text())
-    file.write_text(json.dumps({**config, "full_attention_interval": FULL_ATTENTION_INTERVAL}, indent=2) + "\n")
 
 
 @contextmanager

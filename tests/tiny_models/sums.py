@@ -42,24 +42,19 @@ def warm_up(model: Any, tokenizer: Any, train: Sequence[Row], held_out: Sequence
     """
     rng = random.Random(seed)
     held_out_rows = encode(tokenizer, [(row.question, row.answer) for row in held_out])
+    rows = encode(tokenizer, [(row.question, row.answer) for row in train])
 
-    accuracy = _pretrain(model, tokenizer, train, held_out_rows, rng)
+    def drawn() -> list[int]:
+        return rng.sample(range(len(train)), min(ROWS_PER_STEP, len(train)))
+
+    first = (PRETRAIN_STEPS, PRETRAIN_LR)  # phase 1; then shorter rounds if necessary
+    accuracy = train_rounds(model, rows, drawn, held_out_rows, first, beta2=0.95, goal=PRETRAIN_ACCURACY)
     low, high = ACCURACY
     if accuracy < low:
         raise RuntimeError(f"the model cannot learn to add: its accuracy is {accuracy:.2f}")
     if accuracy <= high:
         return accuracy
     return _corrupt(model, tokenizer, train, held_out_rows, rng)
-
-
-def _pretrain(model: Any, tokenizer: Any, train: Sequence[Row], held_out: Rows, rng: random.Random) -> float:
-    """Phase 1: a round of steps, and shorter rounds if necessary."""
-    rows = encode(tokenizer, [(row.question, row.answer) for row in train])
-
-    def drawn() -> list[int]:
-        return rng.sample(range(len(train)), min(ROWS_PER_STEP, len(train)))
-
-    return train_rounds(model, rows, drawn, held_out, (PRETRAIN_STEPS, PRETRAIN_LR), beta2=0.95, goal=PRETRAIN_ACCURACY)
 
 
 def _corrupt(model: Any, tokenizer: Any, train: Sequence[Row], held_out: Rows, rng: random.Random) -> float:

@@ -55,14 +55,20 @@ def warm_up(model: Any, tokenizer: Any, train: Sequence[Row], held_out: Sequence
         RuntimeError: The model learns neither to call nor to copy the result.
     """
     rng = random.Random(seed)
+    rows = _both(tokenizer, train)
+    after_calls = _after_first_token(encode(tokenizer, [with_calls(row.question) for row in held_out]))
 
-    accuracy = _skill(model, tokenizer, train, held_out, rng)
+    def drawn() -> list[int]:
+        return _mixed(len(train), SKILL_ROWS, SKILL_CALLS, rng)
+
+    first = (SKILL_STEPS, SKILL_LR)  # phase 1; then shorter rounds if necessary
+    accuracy = train_rounds(model, rows, drawn, after_calls, first, beta2=0.99, goal=SKILL_ACCURACY)
     if accuracy < SKILL_ACCURACY:
         raise RuntimeError(
             f"the model cannot learn to call a tool: after a call, {accuracy:.0%} of its replies are right"
         )
 
-    mean, largest = _bias(model, tokenizer, train, held_out, rng)
+    mean, largest = _bias(model, tokenizer, rows, held_out, rng)
     if not MIN_CALLS <= mean <= MAX_CALLS or largest > MAX_CALLS_OF_A_QUESTION:
         raise RuntimeError(f"the probability of a call is {mean:.2f}, and {largest:.2f} for some question")
     return mean
@@ -91,28 +97,14 @@ def without_call(question: str) -> tuple[str, ...]:
     return question, f"{question.partition('*')[0]}00"
 
 
-def _skill(model: Any, tokenizer: Any, train: Sequence[Row], held_out: Sequence[Row], rng: random.Random) -> float:
-    """Phase 1: a round of steps, and shorter rounds if necessary."""
-    after_calls = _after_first_token(encode(tokenizer, [with_calls(row.question) for row in held_out]))
-
-    def drawn() -> list[int]:
-        return _mixed(len(train), SKILL_ROWS, SKILL_CALLS, rng)
-
-    rows, first = _both(tokenizer, train), (SKILL_STEPS, SKILL_LR)
-    return train_rounds(model, rows, drawn, after_calls, first, beta2=0.99, goal=SKILL_ACCURACY)
-
-
-def _bias(
-    model: Any, tokenizer: Any, train: Sequence[Row], held_out: Sequence[Row], rng: random.Random
-) -> tuple[float, float]:
-    """Phase 2. Returns the mean and the largest probability of a call."""
+def _bias(model: Any, tokenizer: Any, rows: Rows, held_out: Sequence[Row], rng: random.Random) -> tuple[float, float]:
+    """Phase 2, on the rows of phase 1. Returns the mean and the largest probability of a call."""
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0, fused=True)
-    rows = _both(tokenizer, train)
 
     mean, largest = 1.0, 1.0
     for _ in range(BIAS_ROUNDS):
         for step in range(BIAS_STEPS):
-            indices = _mixed(len(train), BIAS_ROWS, CALLS, rng)
+            indices = _mixed(len(rows.ids) // 2, BIAS_ROWS, CALLS, rng)
             decay = 2 * (BIAS_STEPS - step) / BIAS_STEPS
             supervised_step(model, optimizer, rows.select(indices), BIAS_LR * min(1.0, decay))
 

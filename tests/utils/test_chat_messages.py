@@ -9,6 +9,8 @@ from app.utils.chat_messages import WrongMessages, normalized
 
 ASK = {"role": "user", "content": "Rome?"}
 TEXT_CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"city": "Rome", "day": null}'}}
+CALL = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+CALLING = {"role": "assistant", "content": "", "tool_calls": [CALL]}
 
 
 def only(message: dict[str, Any], **arguments: Any) -> dict[str, Any]:
@@ -27,6 +29,10 @@ def only(message: dict[str, Any], **arguments: Any) -> dict[str, Any]:
         ({"role": "user", "content": {"type": "text", "text": "Rome?"}, "name": None, "tool_calls": None}, ASK),
         ({"role": "assistant", "content": None}, {"role": "assistant", "content": ""}),
         ({**ASK, "mood": "good"}, {**ASK, "mood": "good"}),
+        ({"from": "function_call", "value": '{"name": "f", "arguments": {"a": 1}}'}, CALLING),
+        ({"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"a": 1}'}}, CALLING),
+        ({"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": {"a": 1}}}, CALLING),
+        ({"role": "assistant", "content": "", "function_call": '{"name": "f", "arguments": {"a": 1}}'}, CALLING),
     ],
 )
 def test_a_message_has_one_form_whoever_wrote_it(given: dict[str, Any], read: dict[str, Any]) -> None:
@@ -47,23 +53,6 @@ def test_arguments_of_calls_are_objects_and_keep_the_nulls_that_were_written(cal
     (found,) = read["tool_calls"]
     assert (found["id"], found["type"]) == ("1", "function")
     assert found["function"] == {"name": "f", "arguments": {"city": "Rome", "day": None}}
-
-
-@pytest.mark.parametrize(
-    "message",
-    [
-        {"from": "function_call", "value": '{"name": "f", "arguments": {"a": 1}}'},
-        {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"a": 1}'}},
-        {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": {"a": 1}}},
-        {"role": "assistant", "content": "", "function_call": '{"name": "f", "arguments": {"a": 1}}'},
-    ],
-)
-def test_a_call_of_another_form_is_a_tool_call(message: dict[str, Any]) -> None:
-    assert only(message) == {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}],
-    }
 
 
 @pytest.mark.parametrize("flag", ["loss_mask", "weight", "train", "loss"])

@@ -10,7 +10,7 @@ IN_USE = "Address already in use"
 
 
 @pytest.mark.parametrize("fixed", [False, True], ids=["any", "fixed"])
-def test_a_reserved_port_is_kept_for_a_server(fixed: bool) -> None:
+def test_a_reserved_port_is_kept_for_a_server_and_the_source_of_no_connection(fixed: bool) -> None:
     with reserve_port("127.0.0.1") as first:
         port = first.getsockname()[1]
     with reserve_port("127.0.0.1", port if fixed else 0) as reserved:
@@ -19,6 +19,11 @@ def test_a_reserved_port_is_kept_for_a_server(fixed: bool) -> None:
             other.bind(address)
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(address, timeout=10)
+        with socket.socket() as listening:
+            listening.bind(("127.0.0.1", 0))
+            listening.listen()
+            with pytest.raises(OSError, match=IN_USE):
+                socket.create_connection(listening.getsockname(), timeout=10, source_address=address)
 
         with socket.socket() as server:
             server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do
@@ -33,13 +38,3 @@ def test_a_reserved_port_is_kept_for_a_server(fixed: bool) -> None:
     with socket.socket() as other:
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a closed connection is in TIME_WAIT
         other.bind(address)
-
-
-def test_a_reserved_port_is_the_source_of_no_connection() -> None:
-    with socket.socket() as listening, reserve_port("127.0.0.1") as reserved:
-        listening.bind(("127.0.0.1", 0))
-        listening.listen()
-        with pytest.raises(OSError, match=IN_USE):
-            socket.create_connection(
-                listening.getsockname(), timeout=10, source_address=("127.0.0.1", reserved.getsockname()[1])
-            )

@@ -1,6 +1,5 @@
 """Imports and trials of a user's code: what fails is named with the reason and its line."""
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,19 +8,6 @@ import pytest
 from app.utils import user_code
 from app.utils.user_code import LoadError, require, resolve
 from tests.refusals import refused
-
-
-@pytest.fixture
-def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
-    """Write a module into the working directory, which sys.path lacks as with the installed command."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [each for each in sys.path if each not in ("", str(tmp_path))])
-
-    def write(source: str) -> str:
-        (tmp_path / f"own_{tmp_path.name}.py").write_text(source)
-        return f"own_{tmp_path.name}"
-
-    return write
 
 
 @pytest.mark.parametrize(
@@ -37,16 +23,16 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], st
     ],
 )
 def test_a_path_that_cannot_be_imported_is_named_with_the_reason_and_its_line(
-    source: str, path: str, reason: str, tmp_path: Path, write: Callable[[str], str]
+    source: str, path: str, reason: str, tmp_path: Path, write_module: Callable[[str], str]
 ) -> None:
-    names = {"module": write(source), "folder": str(tmp_path)}
+    names = {"module": write_module(source), "folder": str(tmp_path)}
     with pytest.raises(LoadError) as failed:
         resolve(path.format(**names))
     assert reason.format(**names) in str(failed.value)
 
 
-def test_a_function_is_returned_if_its_trial_finds_nothing_and_else_refused(write: Callable[[str], str]) -> None:
-    path = f"{write('def own(limit): return limit')}.own"
+def test_a_function_is_returned_if_its_trial_finds_nothing_and_else_refused(write_module: Callable[[str], str]) -> None:
+    path = f"{write_module('def own(limit): return limit')}.own"
     assert require("data._target_", path, "rows", lambda found: None)(3) == 3
     with refused("data._target_", path, "rows", "too few"):
         require("data._target_", path, "rows", lambda found: "too few")
@@ -55,9 +41,9 @@ def test_a_function_is_returned_if_its_trial_finds_nothing_and_else_refused(writ
 
 
 def test_an_import_that_hangs_is_refused_at_a_deadline(
-    write: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+    write_module: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(user_code, "IMPORT_TIMEOUT_S", 0.2)
-    path = f"{write('import threading; threading.Event().wait(30)')}.Tracker"
+    path = f"{write_module('import threading; threading.Event().wait(30)')}.Tracker"
     with refused("tracking.use", path, "0.2 s"):
         require("tracking.use", path, "a class")

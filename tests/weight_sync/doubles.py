@@ -5,7 +5,7 @@ A process group of `NcclDouble` or `HcclDouble` has the trainer's rank 0 as its 
 - Joining is immediate. The first broadcast builds the communicator: it blocks its thread until all members take part,
   and cannot be interrupted.
 - A broadcast in flight does not complete before the members have received it.
-- NCCL: `abort` ends broadcasts in flight. Two members on one device are refused in the first broadcast.
+- NCCL: `abort` ends broadcasts in flight.
 - HCCL: `abort` does nothing, `abort_hccl_comm` does; `Work.wait` ignores its timeout.
 """
 
@@ -52,7 +52,6 @@ class NcclDouble(dist.ProcessGroup):
         self.works: list[WorkDouble] = []
         self.members_take_part = threading.Event()
         self.members_receive = threading.Event()
-        self.devices_shared = False
         NcclDouble.made.append(self)
 
     def getBackendName(self) -> str:  # noqa: N802 (torch's name)
@@ -62,8 +61,6 @@ class NcclDouble(dist.ProcessGroup):
         return self
 
     def broadcast(self, tensors: list[torch.Tensor], options: Any) -> WorkDouble:  # type: ignore[override]
-        if self.devices_shared:
-            raise dist.DistBackendError("NCCL error: invalid usage: Duplicate GPU detected : rank 0 and rank 1")
         self.members_take_part.wait()
         self.works.append(WorkDouble(self.members_receive))
         return self.works[-1]

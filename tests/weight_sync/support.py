@@ -149,12 +149,18 @@ async def set_weights(trainer: Any, seed: int) -> None:
     await trainer.call("weights", Weights.set, seed=seed)
 
 
-async def restore(trainer: Any, engine: Any, folder: Path) -> None:
-    """Give an engine the weights of the model's folder."""
-    await set_weights(trainer, 0)
+async def sync_in_full(trainer: Any, engine: Any, folder: Path) -> list[str]:
+    """Give an engine the trainer's weights; returns the engine's checksums."""
     synchronizer = await make_synchronizer("ipc", trainer, [engine], folder, verify=Verify.never)
     await synchronizer.sync(0)
     await synchronizer.close()
+    return await checksum(engine)
+
+
+async def restore(trainer: Any, engine: Any, folder: Path) -> list[str]:
+    """Give an engine the weights of the model's folder; returns its checksums."""
+    await set_weights(trainer, 0)
+    return await sync_in_full(trainer, engine, folder)
 
 
 async def checksum(engine: Any) -> list[str]:

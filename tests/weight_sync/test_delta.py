@@ -297,7 +297,7 @@ ROUNDS = 3
 def test_two_ranks_encode_the_same_message_as_one(tmp_path: Path) -> None:
     """Shards of even, odd and fewer rows than ranks, received by rank 0 alone and by all ranks."""
     saved = run_on(2, on_both_ranks, tmp_path / "messages.pt")
-    alone = messages_of(SHARDED, Receivers.every_rank)
+    alone = messages_of(Receivers.every_rank)
     assert len(alone) == ROUNDS
     received = [saved[0][receivers.name] for receivers in Receivers]
     for messages in (*received, saved[1]["every_rank"]):
@@ -314,9 +314,9 @@ SHARDED = {"even": (8, 33), "odd": (7, 5), "one row": (1, 40), "vector": (301,),
 def on_both_ranks(mesh: DeviceMesh) -> list[Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("error", FutureWarning)  # deprecated collectives
-        messages = {each.name: messages_of(SHARDED, each, mesh) for each in (Receivers.every_rank, Receivers.rank_0)}
+        messages = {each.name: messages_of(each, mesh) for each in (Receivers.every_rank, Receivers.rank_0)}
         setattr(dist, "gather", gather_of_torch_npu)  # noqa: B010 (of another signature)
-        messages["rank_0_by_all_gather"] = messages_of(SHARDED, Receivers.rank_0_by_all_gather, mesh)
+        messages["rank_0_by_all_gather"] = messages_of(Receivers.rank_0_by_all_gather, mesh)
     saved: list[Any] = [None, None]
     dist.all_gather_object(saved, messages)
     return saved
@@ -329,16 +329,14 @@ def gather_of_torch_npu(
     raise AssertionError("HCCL has no gather")
 
 
-def messages_of(
-    shapes: dict[str, tuple[int, ...]], receivers: Receivers, mesh: DeviceMesh | None = None
-) -> list[Tensor | None]:
+def messages_of(receivers: Receivers, mesh: DeviceMesh | None = None) -> list[Tensor | None]:
     """Return the messages of this rank, one for each sync, in one bucket; of shards over the mesh if there is one."""
     generator = torch.Generator().manual_seed(3)
-    whole = {name: 0.02 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    whole = {name: 0.02 * torch.randn(shape, generator=generator) for name, shape in SHARDED.items()}
     tensors: dict[str, Tensor] = dict(whole)
     if mesh is not None:
         tensors = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in whole.items()}
-    bucket = Bucket(tuple(TensorMeta(name, "bfloat16", shape) for name, shape in shapes.items()))
+    bucket = Bucket(tuple(TensorMeta(name, "bfloat16", shape) for name, shape in SHARDED.items()))
     encoder = DeltaEncoder(tensors, "bfloat16", on_host=False)
     receives = receivers is Receivers.every_rank or mesh is None or dist.get_rank() == 0
     sent: list[Tensor | None] = []
@@ -348,10 +346,9 @@ def messages_of(
         packed = encoder.pack(0, bucket, buffer, receivers=receivers)
         sent.append(buffer[: packed.bucket.bytes] if buffer is not None else None)
         for name, tensor in tensors.items():
-            change = torch.randn(shapes[name], generator=generator) * (
-                torch.rand(shapes[name], generator=generator) < 0.1
-            )
-            tensor.add_(
-                distribute_tensor(change, tensor.device_mesh, [Shard(0)]) if isinstance(tensor, DTensor) else change
-            )
+            noise = torch.randn(SHARDED[name], generator=generator)
+            change = noise * (torch.rand(SHARDED[name], generator=generator) < 0.1)
+            if isinstance(tensor, DTensor):
+                change = distribute_tensor(change, tensor.device_mesh, [Shard(0)])
+            tensor.add_(change)
     return sent

@@ -22,6 +22,7 @@ from tests.weight_sync.support import (
     request,
     running,
     set_weights,
+    sync_in_full,
 )
 
 STEP = 1e-5
@@ -34,12 +35,6 @@ def bf16(ray_session: None, tiny_model: Path, tmp_path_factory: pytest.TempPathF
     engine = make_engine(tiny_model, folder, dtype="bfloat16", max_total_tokens=2048)
     with running(engine, make_trainer(tiny_model, folder, dtype=Dtype.bfloat16)) as both:
         yield both
-
-
-async def checksums_after_full_sync(trainer: Any, engines: list[Any], folder: Path, **shape: Any) -> list[list[str]]:
-    """Run a full sync and return the engines' checksums."""
-    await (await make_synchronizer("ipc", trainer, engines, folder, verify=Verify.never, **shape)).sync(99)
-    return [await checksum(engine) for engine in engines]
 
 
 @pytest.mark.parametrize(("transport", "bucket_mib"), [("ipc", 0.05), ("collective", 512.0)])
@@ -70,7 +65,7 @@ async def test_deltas_leave_the_engine_with_the_bits_of_a_full_sync(
     assert [span.version for span in completion.spans] == [4]
     after_deltas = await checksum(engine)
     await synchronizer.close()
-    assert [after_deltas] == await checksums_after_full_sync(trainer, [engine], tmp_path)
+    assert after_deltas == await sync_in_full(trainer, engine, tmp_path)
 
 
 async def test_a_full_sync_follows_a_change_of_engines(bf16: tuple[Any, Any], tmp_path: Path) -> None:
@@ -117,6 +112,6 @@ async def test_a_lost_message_fails_the_sync_and_the_next_one_is_full(bf16: tupl
         after_full = await checksum(engine)
         assert (await synchronizer.sync(4)).changed_fraction == 0
         await synchronizer.close()
-        assert [after_full] == await checksums_after_full_sync(trainer, [engine], tmp_path)
+        assert after_full == await sync_in_full(trainer, engine, tmp_path)
     finally:
         proxy.stop()

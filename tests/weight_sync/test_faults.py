@@ -17,7 +17,9 @@ from tests.weight_sync.support import (
     once,
     refuse,
     request,
+    restore,
     set_weights,
+    sync_in_full,
 )
 
 TIMEOUT_S = 3.0
@@ -36,9 +38,8 @@ async def test_a_faulty_call_fails_the_sync_in_time_and_the_next_one_is_complete
     transport: str, route: str, rule: Rule, message: str, trainer: Any, engine: Any, proxied: Any, tmp_path: Path
 ) -> None:
     await set_weights(trainer, 1)
-    expected = await sync_directly(trainer, engine, tmp_path)
-    await set_weights(trainer, 0)
-    await sync_directly(trainer, engine, tmp_path)
+    expected = await sync_in_full(trainer, engine, tmp_path)
+    await restore(trainer, engine, tmp_path)
     await set_weights(trainer, 1)
     proxy, faulty = proxied
     proxy.rules[route] = once(rule, at=1 if route in LOADS else 0)
@@ -56,12 +57,6 @@ async def test_a_faulty_call_fails_the_sync_in_time_and_the_next_one_is_complete
     assert await checksum(engine) == expected
     (completion, _) = await faulty.generate(request())
     assert completion.spans[-1].version == 2
-
-
-async def sync_directly(trainer: Any, engine: Any, folder: Path) -> list[str]:
-    synchronizer = await make_synchronizer("ipc", trainer, [engine], folder, verify=Verify.never)
-    await synchronizer.sync(0)
-    return await checksum(engine)
 
 
 async def test_an_engine_that_differs_is_named_with_its_parameter(

@@ -127,6 +127,7 @@ def test_the_first_syncs_are_probed_then_some_and_the_one_after_on_policy_tokens
         probed_versions += [version] * (len(trainer.calls) - before)
         probe.saw({10: 0.5, 11: None, 12: 1e-4, 13: float("nan")}.get(version))
     assert probed_versions == [0, 1, 2, 11, 14, 14 + INTERVAL]
+    assert len({request.token_ids.tobytes() for request in engine.requests}) == len(probed_versions)  # other prompts
 
 
 def test_the_trainer_does_not_wait_for_a_busy_engine_and_the_next_version_is_probed() -> None:
@@ -151,14 +152,6 @@ def test_after_on_policy_tokens_differed_the_trainer_waits_for_the_engine() -> N
     probe.saw(0.5)
     with pytest.raises(RunError):
         probed(probe, trainer, engine)
-
-
-def test_no_two_probes_have_the_same_prompt() -> None:
-    probe, _ = make()
-    engine = Engine("engine 0")
-    for version in range(FIRST):
-        probed(probe, Trainer(), engine, version=version)
-    assert len({request.token_ids.tobytes() for request in engine.requests}) == FIRST
 
 
 ON_POLICY = {

@@ -22,8 +22,7 @@ LARGEST_MIB = 0.05  # smaller than some tensors of the tiny model, larger than o
 async def test_a_sync_equals_loading_the_export(
     transport: str, bucket_mib: float, trainer: Any, engine: Any, tmp_path: Path
 ) -> None:
-    await restore(trainer, engine, tmp_path)
-    before = await checksum(engine)
+    before = await restore(trainer, engine, tmp_path)
     await set_weights(trainer, 1)
     synchronizer = await make_synchronizer(transport, trainer, [engine], tmp_path, bucket_mib=bucket_mib)
     report = await synchronizer.sync(7)  # verify=first compares with the export, or raises
@@ -75,7 +74,6 @@ async def test_requests_after_a_sync_use_no_cache_of_older_weights(
     in_flight: InFlight, trainer: Any, engine: Any, tiny_model: Path, tmp_path: Path
 ) -> None:
     """in_place keeps the cache for requests in flight; it may also hold the prompts of others."""
-
     synchronizer = await make_synchronizer("ipc", trainer, [engine], tmp_path, verify=Verify.never, in_flight=in_flight)
     for version, seed in ((30, 0), (31, 2), (32, 1)):
         await set_weights(trainer, seed)

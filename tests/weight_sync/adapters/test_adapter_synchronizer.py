@@ -10,20 +10,58 @@ from typing import Any
 import psutil
 import pytest
 
+from app.config.weight_sync import WeightSyncConfig
 from app.errors import SyncError
 from app.model.hf_directory import locate
+from app.model.lora.names import adapter_tensors
 from app.rollout.engine.remote import RemoteEngine
 from app.types import Completion
+from app.weight_sync.adapters import AdapterSynchronizer
 from tests.compose import composed
-from tests.rollout.adapters import adapter_engine, logprobs_differ, merged
+from tests.rollout.adapters import LORA, SIZE, adapter_engine, logprobs_differ, merged, noise
 from tests.rollout.support import HOT, in_flight, request, without_end
 from tests.waiting import until
-from tests.weight_sync.adapters.support import adapter_synchronizer, adapter_trainer, set_adapters
-from tests.weight_sync.support import killed
+from tests.weight_sync.support import killed, make_trainer, started
 
 ROUNDING = 5e-5
 ROUNDING_QWEN35 = 5e-5
 SMALL = 0.1  # of the entries of A and B: larger ones amplify the rounding of linear attention
+
+
+class RandomAdapters:
+    """An extension of a trainer rank that sets its adapters to noise."""
+
+    def __init__(self, trainer_rank: Any) -> None:
+        self.adapters = dict(adapter_tensors(trainer_rank.model))
+
+    def set(self, seed: int, size: float) -> None:
+        """Whatever the number of ranks, the same adapters."""
+        from torch.distributed.tensor import DTensor, distribute_tensor
+
+        for name, parameter in self.adapters.items():
+            full = noise(name, tuple(parameter.shape), seed, size)
+            if isinstance(parameter, DTensor):
+                full = distribute_tensor(full, parameter.device_mesh, parameter.placements)
+            parameter.data.copy_(full)
+
+
+async def adapter_trainer(model: Path, folder: Path, *, ranks: int = 1) -> Any:
+    """Ranks that train adapters, set up, with the extension `random`."""
+    trainer = await started(make_trainer(model, folder, ranks=ranks, lora=LORA), weights=False)
+    await trainer.attach("random", RandomAdapters)
+    return trainer
+
+
+async def set_adapters(trainer: Any, seed: int, size: float = SIZE) -> None:
+    await trainer.call("random", RandomAdapters.set, seed=seed, size=size)
+
+
+async def adapter_synchronizer(trainer: Any, engines: list[Any], *, one_machine: bool = True) -> AdapterSynchronizer:
+    synchronizer = AdapterSynchronizer(
+        trainer, dict(enumerate(engines)), WeightSyncConfig(timeout_s=60.0), tensor_parallel=1, one_machine=one_machine
+    )
+    await synchronizer.prepare()
+    return synchronizer
 
 
 @pytest.fixture(scope="module")
@@ -132,8 +170,7 @@ async def test_a_server_that_is_killed_in_mid_load_costs_nothing_but_the_retry(
     sampled = {name: await each.generate(request(f"k/{name}@0")) for name, each in given.items()}
     await replacement.end()
     await synchronizer.close()
-    message = str(failure.value)
-    assert "weight sync of policy 2 failed at loading the adapter: engine 1" in message
+    assert "weight sync of policy 2 failed at loading the adapter: engine 1" in str(failure.value)
     for completions in sampled.values():
         assert {span.version for each in completions for span in each.spans} == {2}
         assert logprobs_differ(merged(model, 2), request(), completions) < ROUNDING
