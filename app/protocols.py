@@ -85,7 +85,7 @@ class RolloutEngine(Protocol):
         """
 
     async def resume(self) -> None:
-        """Continue sampling. Idempotent."""
+        """Continue sampling, as soon as all released memory is reloaded. Idempotent."""
 
     async def abort(self, prompt_ids: Sequence[str] | None = None) -> None:
         """Abort the requests of these prompts, their turns included, or all (None).

@@ -204,7 +204,7 @@ class TrainingRun:
 
     async def find_resume_point(self) -> ResumePoint | None:
         """Return the verified checkpoint to continue from, or None. Raises `CheckpointError` if none is intact."""
-        given = self._named if self.restarts == 0 else None
+        given = self._named
         if given is not None or self.checkpoints.folder.is_dir():
             self.recorder.status("comparing the checkpoint with its checksums")
 
@@ -232,6 +232,7 @@ class TrainingRun:
         self.workers.inputs.restore(state.extra)
         await trainer.restore(point.path, version=state.version)
         aside = self.checkpoints.rewind(point.path)
+        self._named = None  # from here on a restart continues from the latest
         self.recorder.resume(state.step)
 
         # Only now: `resume` removes the warnings of later steps.

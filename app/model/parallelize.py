@@ -170,3 +170,14 @@ def reset_fsdp_state(model: nn.Module) -> None:
             for parameter in module.parameters():
                 parameter.grad = None
             module.reshard()
+
+
+def reshard(model: nn.Module) -> None:
+    """Free gathered parameters, so that only shards remain.
+
+    A forward without a backward leaves those of the head and the root gathered: an update would not reach the next
+    forward, nor would what is read into the shards.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from app.errors import TrainerError
-from app.trainer.checkpoint_state import reshard
+from app.model.parallelize import reshard
 from app.trainer.host_state import HostCopy, storages_of
 from app.types import TrainerMemory
 

@@ -4,9 +4,10 @@
     give_to_trainer   pause and release the engines │ onload the trainer
 
 Parameters are on the device during the sync, since offloaded shards cannot be read. The KV cache is reloaded only after
-they are offloaded: the device cannot hold both. With adapters (`model.lora`) the engines keep their weights, which no
-sync sends. A side that `offload` excludes stays on the device. On a CPU the same calls are made in the same order, but
-no region moves: a paused engine drops its padded copy of the KV cache (`app/cpu_engine/batched_attention.py`).
+they are offloaded: the device cannot hold both. The sync resumes the engines, which go on once their caches are back
+(`EngineHost.resume`). With adapters (`model.lora`) the engines keep their weights, which no sync sends. A side that
+`offload` excludes stays on the device. On a CPU the same calls are made in the same order, but no region moves: a
+paused engine drops its padded copy of the KV cache (`app/cpu_engine/batched_attention.py`).
 """
 
 import asyncio

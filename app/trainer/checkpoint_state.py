@@ -26,14 +26,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from app.errors import CheckpointError, one_line
-from app.model.parallelize import replica_mesh
+from app.model.parallelize import replica_mesh, reshard
 from app.model.policy import PolicyModel, named_trained_tensors
 from app.model.sharding import local_shard, replicas
 from app.trainer.host_state import HostCopier, read_rng, write_rng
@@ -47,13 +46,6 @@ MODEL, OPTIMIZER, RANDOM, SCHEDULE = "model.", "optimizer.", "random.", "schedul
 UNREADABLE = (OSError, EOFError, UnpicklingError, ValueError, KeyError, AttributeError, ImportError, IndexError)
 READ_BYTES = 2**30  # of tensors that an export holds at once
 MAX_NAMES = 3  # tensor names in an error
-
-
-def reshard(model: nn.Module) -> None:
-    """Free gathered parameters, so that only shards remain. A forward without a backward leaves the root's gathered."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 class RankState:

@@ -39,7 +39,7 @@ from app.config.teacher import TeacherConfig
 from app.errors import TrainerError
 from app.model.lora.layer import adapter_metrics, adapters_off
 from app.model.packing import to_device
-from app.model.parallelize import reset_fsdp_state
+from app.model.parallelize import reset_fsdp_state, reshard
 from app.model.policy import PolicyModel
 from app.trainer.microbatch import (
     MicroBatch,
@@ -160,6 +160,7 @@ class TrainStep:
         with torch.no_grad():
             micros = self._microbatches(samples, self.model_flops.forward, counted=False)
             computed = [(micro.keys, self._forward(self.model, micro, temperature=1.0)[0]) for micro in micros]
+        reshard(self.model)  # else the next pass could begin with weights from before an update
 
         gathered = all_gather_logprobs(_by_sample(computed, samples), samples)
         return [gathered[sample.key].numpy() for sample in samples]
@@ -270,8 +271,13 @@ class TrainStep:
                     reference_logprobs, _ = self._forward(self.reference, micro)
             logprobs, entropy = self._forward(self.model, micro, entropy_gradient=algorithm.entropy_coefficient > 0)
 
+        # A dummy has its own in their place: an objective of the user's finds the same fields on every rank.
         old_logprobs: Tensor | None = None  # the current ones
-        if self._old_logprobs and not micro.dummy:
+        teacher_logprobs = micro.teacher_logprobs
+        if micro.dummy:
+            old_logprobs = logprobs.detach() if self._old_logprobs else None
+            teacher_logprobs = logprobs.detach() if self.settings.teacher.given else None
+        elif self._old_logprobs:
             old_logprobs = to_device(torch.cat([self._old_logprobs[key] for key in micro.keys]), self.device)
         batch = TokenBatch(
             logprobs=logprobs,
@@ -284,7 +290,7 @@ class TrainStep:
             lengths=micro.lengths,
             trajectory_tokens=micro.trajectory_tokens,
             weight_mask=micro.weight_mask,
-            teacher_logprobs=micro.teacher_logprobs,
+            teacher_logprobs=teacher_logprobs,
             teacher=self.settings.teacher,
             same_version=micro.versions == self._open_version - 1,
             first_update=not self._results,

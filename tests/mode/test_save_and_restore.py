@@ -16,7 +16,7 @@ from app.config.checkpoint import CheckpointConfig
 from app.config.model import LoraConfig
 from app.config.placement import PlacementKind
 from app.data.cursor import PromptCursor
-from app.errors import Interrupted
+from app.errors import Interrupted, TrainerError
 from app.mode.train import TrainingRun, second_signal
 from app.model.hf_directory import identity
 from app.placement.colocate import Colocate
@@ -139,9 +139,12 @@ class Restored(SimTrainer):
     """Notes what it was restored from."""
 
     restorations: list[str] = field(default_factory=list)
+    fails: int = 0  # restorations that end with an error
 
     async def restore(self, folder: Path, *, version: int) -> None:
         self.restorations.append(f"{folder.name} as {version}")
+        if len(self.restorations) <= self.fails:
+            raise TrainerError("rank 1 failed")
 
 
 class Resumed:
@@ -174,6 +177,10 @@ class Resumed:
             return asyncio.run(self._restore(run))
 
     async def _restore(self, run: TrainingRun) -> int:
+        for _ in range(self.trainer.fails):
+            with pytest.raises(TrainerError):
+                await run.restore_or_initialize(self.trainer, await run.find_resume_point())
+            run.restarts += 1
         return await run.restore_or_initialize(self.trainer, await run.find_resume_point())
 
 
@@ -203,13 +210,20 @@ def test_checkpoints_that_latest_never_named_are_set_aside_by_a_run_that_starts_
     assert moved in warning
 
 
-@pytest.mark.parametrize(("resume", "restarts"), [("auto", 0), ("never", 1), ("named", 1)])
+def test_a_trainer_that_fails_before_the_run_went_back_still_resumes_what_was_named(tmp_path: Path) -> None:
+    run = Resumed(tmp_path)
+    run.trainer.fails = 1
+    assert run.resume(str(run.checkpoints / "step_20")) == 20
+    assert run.trainer.restorations == ["step_20 as 20", "step_20 as 20"]
+
+
+@pytest.mark.parametrize(("resume", "restarts"), [("auto", 0), ("never", 1)])
 def test_a_damaged_newest_checkpoint_is_stepped_over_with_a_warning(resume: str, restarts: int, tmp_path: Path) -> None:
     """By `resume=auto`, and by every restart of the trainer."""
     run = Resumed(tmp_path)
     damaged = run.checkpoints / "step_60"
     flip_a_byte(damaged / DATA)
-    assert run.resume(str(damaged) if resume == "named" else resume, restarts=restarts) == 40
+    assert run.resume(resume, restarts=restarts) == 40
     assert run.trainer.restorations == ["step_40 as 40"]
     assert names(tmp_path) == {"latest", "step_20", "step_40", "aside"}
     first, second = warnings(tmp_path)

@@ -113,6 +113,42 @@ async def test_a_request_during_a_pause_waits_and_does_not_reuse_the_cache_from_
     during.cancel()
 
 
+class Routes(SilentClient):
+    def __init__(self) -> None:
+        self.posted: list[str] = []
+        self.sampled = asyncio.Event()
+
+    async def post(self, *arguments: Any, **__: object) -> dict[str, Any]:
+        self.posted.append(arguments[0])
+        return {}
+
+    async def generate(self, *_: object, **__: object) -> list[object]:
+        self.sampled.set()
+        return await super().generate()
+
+
+async def test_an_engine_that_a_sync_resumes_waits_for_its_released_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its server would compute retracted requests at once, into a KV cache that is not there."""
+    client = Routes()
+    host = started(client, monkeypatch, tmp_path)
+    host.spec = replace(host.spec, releases_memory=True)
+    await host.pause(InFlight.retract)
+    await host.release(EngineMemory)
+    await host.reload((EngineMemory.weights,))
+    await host.resume()
+    waiting = asyncio.create_task(host.generate(request("p/1@0")))
+    await asyncio.sleep(0.01)
+    assert client.posted == ["/pause_generation", "/release_memory_occupation", "/resume_memory_occupation"]
+    assert not client.sampled.is_set()
+
+    await host.reload((EngineMemory.graphs, EngineMemory.kv_cache))
+    assert client.posted[3:] == ["/resume_memory_occupation", "/continue_generation"]
+    await asyncio.wait_for(client.sampled.wait(), 30)
+    waiting.cancel()
+
+
 @pytest.mark.parametrize(("in_flight", "counted", "left"), [("retract", 5, 3), ("retract", 1, 0), ("in_place", 5, 5)])
 async def test_the_retractions_of_two_syncs_are_not_those_of_a_full_cache(
     in_flight: str, counted: int, left: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

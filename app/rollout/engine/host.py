@@ -44,6 +44,7 @@ class EngineHost:
         self._adapters: Adapters | None = None  # until `start`, and where the model itself is trained
         self._paused: InFlight | None = None  # how; None: not paused
         self._released: set[EngineMemory] = set()
+        self._resumes_with_memory = False  # `resume` was called before all of it was back
 
     async def start(self) -> dict[str, Any]:
         info = await self._connection.start()
@@ -81,6 +82,7 @@ class EngineHost:
         return await asyncio.to_thread(self._decoded, completions)
 
     async def pause(self, in_flight: InFlight) -> None:
+        self._resumes_with_memory = False
         if self._paused:
             return
         self._requests.begin_pause()
@@ -96,6 +98,10 @@ class EngineHost:
         self._requests.paused(in_flight)
 
     async def resume(self) -> None:
+        # A sync resumes engines whose caches are still released, and retracted requests would be computed at once.
+        self._resumes_with_memory = bool(self._released)
+        if self._resumes_with_memory:
+            return
         if self._paused:
             await self._connection.control("/continue_generation", {})
             self._paused = None
@@ -119,6 +125,8 @@ class EngineHost:
     async def reload(self, regions: Collection[EngineMemory]) -> None:
         await self._move_memory("/resume_memory_occupation", self._released & {*regions})
         self._released -= {*regions}
+        if self._resumes_with_memory and not self._released:
+            await self.resume()
 
     async def _move_memory(self, route: str, regions: Collection[EngineMemory]) -> None:
         if regions and self.spec.releases_memory:
