@@ -16,7 +16,7 @@ from app.reward.scorer import Scorer
 async def start():
     scorer = Scorer(RewardConfig(_target_="my_rewards.always_one"))
     await scorer.start()
-    print(any(worker.process.pid for worker in scorer.pools[0]._workers))
+    print(bool(scorer.pools[0].pids))
     scorer.close()
 
 with process_reaper():

@@ -10,7 +10,7 @@ Invariants:
 
 import asyncio
 import itertools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,6 +33,8 @@ class WorkerPool:
     workers: int
     jobs: int  # that one process runs at once
     warn: Callable[[str], None]  # called with a sentence when a worker is replaced
+    failures: Counter[str] = field(default_factory=Counter)  # failed jobs by kind
+    restarts: int = 0  # workers that were replaced
     closed: bool = False
     _workers: list[RemoteWorker] = field(default_factory=list)
     _ended: list[RemoteWorker] = field(default_factory=list)  # to be replaced by the next `begin`
@@ -53,6 +55,15 @@ class WorkerPool:
     @property
     def info(self) -> Mapping[str, Any]:
         return self._workers[0].info if self._workers else {}
+
+    @property
+    def pids(self) -> list[int]:
+        running = [worker.process.pid for worker in self._workers if worker.state is not State.ended]
+        return [pid for pid in running if pid is not None]
+
+    @property
+    def counts(self) -> dict[str, int]:
+        return {**self.failures, "restarts": self.restarts}
 
     async def begin_job(self, payload: Any) -> Job:
         """Begin a job in the least busy worker, once one has room. Raises `RunError` if the pool is closed."""
@@ -94,6 +105,11 @@ class WorkerPool:
         ready = [each for each in self._workers if each.state is State.ready and len(each.jobs) < self.jobs]
         return min(ready, key=lambda each: len(each.jobs), default=None)
 
+    def _job_ended(self, job: Job) -> None:
+        if job.failure is not None:
+            self.failures[job.failure.kind] += 1
+        self._wake()
+
     def _worker_ended(self, worker: RemoteWorker) -> None:
         if worker.loaded and not self.closed:
             if worker.cancelled and all(turn.done() for turn in self._waiting):
@@ -102,7 +118,7 @@ class WorkerPool:
                 self._spawn(self._replace(worker))
 
     def _new_worker(self) -> RemoteWorker:
-        return RemoteWorker(self.spec, self._wake, self._worker_ended)
+        return RemoteWorker(self.spec, self._job_ended, self._worker_ended)
 
     async def _start_all(self) -> None:
         try:
@@ -123,6 +139,7 @@ class WorkerPool:
         self._wake()
 
     async def _replace(self, worker: RemoteWorker) -> None:
+        self.restarts += 1
         self.warn(f"A worker of {self.spec.name} is replaced: {worker.problem}.")
         await self._start(await self._swap_in_successor(worker))
 

@@ -130,7 +130,7 @@ class RemoteWorker:
     """
 
     def __init__(
-        self, spec: WorkerSpec, on_job_end: Callable[[], None], on_end: Callable[["RemoteWorker"], None]
+        self, spec: WorkerSpec, on_job_end: Callable[[Job], None], on_end: Callable[["RemoteWorker"], None]
     ) -> None:
         self.state = State.starting
         self.loaded = False  # it has loaded its handler
@@ -256,7 +256,7 @@ class RemoteWorker:
     def _job_ended(self, job: Job) -> None:
         del self.jobs[job.number]
         self.cancelled = job.force
-        self._on_job_end()
+        self._on_job_end(job)
         if self.state is State.retiring and not self.jobs:
             self.end("late", self.problem)
 

@@ -6,7 +6,6 @@ import itertools
 import os
 import shutil
 import textwrap
-from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,7 +16,7 @@ import psutil
 from app.environment.pool import EnvironmentPool, EnvironmentSpec
 from app.environment.protocol import Task
 from app.environment.wire import Answer, End, Limits, RendererChoice, SampleRequest
-from app.worker.remote import Job, RemoteWorker, State
+from app.worker.remote import Job
 from app.worker.wire import Failed
 from tests.environment.characters import text_of, tokens
 
@@ -111,34 +110,6 @@ def a_task(**changes: Any) -> Task:
     return Task(**{**fields, "training": True, **changes})
 
 
-class CountedPool(EnvironmentPool):
-    """Counts episodes that failed, by kind, and workers that were replaced."""
-
-    def __init__(self, *args: Any, **settings: Any) -> None:
-        super().__init__(*args, **settings)
-        self.restarts = 0
-        self._begun: list[Job] = []
-
-    @property
-    def pids(self) -> list[int]:
-        running = [worker.process.pid for worker in self._workers if worker.state is not State.ended]
-        return [pid for pid in running if pid is not None]
-
-    @property
-    def counts(self) -> dict[str, int]:
-        kinds = Counter(job.failure.kind for job in self._begun if job.failure is not None)
-        return {**kinds, "restarts": self.restarts}
-
-    async def begin_job(self, payload: Any) -> Job:
-        job = await super().begin_job(payload)
-        self._begun.append(job)
-        return job
-
-    async def _replace(self, worker: RemoteWorker) -> None:
-        self.restarts += 1
-        await super()._replace(worker)
-
-
 @contextlib.asynccontextmanager
 async def running_pool(
     spec: EnvironmentSpec,
@@ -147,11 +118,11 @@ async def running_pool(
     episodes: int = 4,
     log: Path | None = None,
     warn: Callable[[str], None] | None = None,
-) -> AsyncIterator[CountedPool]:
+) -> AsyncIterator[EnvironmentPool]:
     """A pool that has started; afterwards no process and no descriptor of it is left."""
     before = set(os.listdir("/proc/self/fd"))
     children = {child.pid for child in psutil.Process().children(recursive=True)}
-    pool = CountedPool(spec, workers=workers, episodes=episodes, log=log, warn=warn or (lambda sentence: None))
+    pool = EnvironmentPool(spec, workers=workers, episodes=episodes, log=log, warn=warn or (lambda sentence: None))
     try:
         await pool.start()
         yield pool
