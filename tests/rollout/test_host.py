@@ -135,7 +135,7 @@ async def test_an_engine_that_a_sync_resumes_waits_for_its_released_memory(
     host = started(client, monkeypatch, tmp_path)
     host.spec = replace(host.spec, releases_memory=True)
     await host.pause(InFlight.retract)
-    await host.release(EngineMemory)
+    await host.release(list(EngineMemory))
     await host.reload((EngineMemory.weights,))
     await host.resume()
     waiting = asyncio.create_task(host.generate(request("p/1@0")))

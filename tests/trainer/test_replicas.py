@@ -22,7 +22,7 @@ from tests.model.support import relative, save_qwen3
 from tests.trainer.ranks import run_on
 from tests.trainer.support import Result, Scenario, full, make_step, play, sampled, scored_groups, train
 from tests.trainer.test_step import GRPO
-from tests.weight_sync.test_delta import ROUNDS, SHARDED, messages_of
+from tests.weight_sync.test_delta import ROUNDS, messages_of
 
 RANKS = 4
 REPLICAS = (1, 2, 4)  # four: each rank has the whole model, in plain tensors
@@ -53,7 +53,7 @@ def played(_mesh: DeviceMesh, path: Path, folder: Path, scenarios: dict[str, Sce
     results["resumed"] = {
         (n, other): each.differs_after_restoring(saved[other]) for n, each in saved.items() for other in saved
     }
-    results["deltas"] = {n: messages_of(SHARDED, Receivers.rank_0, each.mesh) for n, each in meshes.items()}
+    results["deltas"] = {n: messages_of(Receivers.rank_0, each.mesh) for n, each in meshes.items()}
     results["gathered"] = {n: each.wrong_tensors() for n, each in saved.items()}
     return results
 
@@ -141,7 +141,7 @@ def test_a_checkpoint_resumes_with_another_number_of_replicas(origin: int, to: i
 @pytest.mark.parametrize("replicas", REPLICAS)
 def test_a_sync_sends_the_parameters_of_the_first_replica(replicas: int, results: dict[str, Any]) -> None:
     assert results["gathered"][replicas] == {each.name: 0 for each in Receivers}
-    whole = messages_of(SHARDED, Receivers.every_rank)
+    whole = messages_of(Receivers.every_rank)
     assert len(whole) == len(results["deltas"][replicas]) == ROUNDS
     sent = zip(results["deltas"][replicas], whole, strict=True)
     assert all(one is not None and other is not None and torch.equal(one, other) for one, other in sent)
