@@ -149,7 +149,7 @@ def _launch(parent: int, arguments: Sequence[str], environment: Mapping[str, str
     import setproctitle
     import torch
 
-    from app.rollout.engine import server_main
+    from app.rollout.engine import entry
 
     # The first variable must never change: see `Server.start`.
     kept = {PARENT_VARIABLE}
@@ -160,10 +160,10 @@ def _launch(parent: int, arguments: Sequence[str], environment: Mapping[str, str
     if OMP_THREADS in environment:  # read by torch when it was imported
         torch.set_num_threads(int(environment[OMP_THREADS]))
 
-    command = module_command(server_main.__name__)
+    command = module_command(entry.__name__)
     setproctitle.setproctitle(" ".join([*command, *arguments]))
-    sys.argv = [server_main.__name__, *arguments]
-    server_main.main(parent)
+    sys.argv = [entry.__name__, *arguments]
+    entry.main(parent)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ SETTINGS = [
 ]
 LOST = r"its node has died: .*missing too many heartbeats \(on 10\.77\.0\.2\)"  # the end of an error's line
 # Processes of a run on a worker node.
-RUN_PARTS = ("EngineHost", "TrainerRank", "app.rollout.engine.server_main", "sglang::")
+RUN_PARTS = ("EngineHost", "TrainerRank", "app.rollout.engine.entry", "sglang::")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -107,7 +107,7 @@ def test_an_engine_of_a_lost_host_is_replaced_when_a_host_joins(tmp_path: Path, 
         hosts.mend()
         hosts.join(1)
         until(lambda: run.metrics()[-1].get("recovery/engine_restarts") == 1.0, 120)
-        assert "app.rollout.engine.server_main" in parts_on(hosts.second)
+        assert "app.rollout.engine.entry" in parts_on(hosts.second)
         run.process.terminate()
         assert run.wait(60) == 130, run.text
         assert steps(run) == list(range(1, steps(run)[-1] + 1))

@@ -35,7 +35,7 @@ async def test_a_forked_server_has_its_own_arguments_environment_log_and_process
     for server in servers:
         await server.start()
     processes = [psutil.Process(server.pid) for server in servers]
-    module = "app.rollout.engine.server_main"
+    module = "app.rollout.engine.entry"
     await asyncio.to_thread(until, lambda: all(module in " ".join(each.cmdline()) for each in processes), 60)
     for server, process in zip(servers, processes, strict=True):
         assert os.getpgid(server.pid) == server.pid

@@ -145,27 +145,6 @@ def learning() -> str:
     return "\n".join([*tables, prose(text)])
 
 
-def to_accuracy() -> str:
-    """Minutes to the target and to the end of the runs of TRL and ours, and what ours take of TRL's with one seed."""
-    result = load("to_accuracy")
-    runs, target = result["runs"], result["target"]
-    seeds = sorted({run["seed"] for run in runs.values()})
-    steps = ", ".join(str(step) for step, *_ in runs[f"trl seed {seeds[0]}"]["curve"][1:])
-    table = header("", f"minutes to {target:.0%}", "minutes to the last step", f"accuracy after steps {steps}")
-    for name, run in runs.items():
-        reached = next((f"{seconds / 60:.1f}" for _, seconds, found in run["curve"] if found >= target), "–")
-        after = ", ".join(f"{accuracy:.0%}" for *_, accuracy in run["curve"][1:])
-        table += row(name, reached, f"{run['curve'][-1][1] / 60:.1f}", after)
-
-    ends = {name: run["curve"][-1][1] for name, run in runs.items()}
-    shares = {
-        side: spread((ends[f"{side} seed {seed}"] / ends[f"trl seed {seed}"] for seed in seeds), 2)
-        for side in ("colocate", "fully_async")
-    }
-    text = "; ".join(f"`{side}` takes {number(share, '.2f')} of TRL's time" for side, share in shares.items())
-    return f"{table}\n" + prose(f"To the last step, seed by seed, {text}.")
-
-
 def learning_real() -> str:
     runs = sorted(load("learning_real")["runs"], key=lambda run: run["overrides"])
     steps = sorted({step for run in runs for step in run["accuracies"]}, key=int)
@@ -289,7 +268,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
         end_to_end,
         real_models,
         real_models_lora,
-        to_accuracy,
         learning,
         learning_real,
         gsm8k,

@@ -90,7 +90,7 @@ def test_engine_and_trainer_that_are_killed_in_second_turns_cost_no_environment(
     for _ in range(2):
         hold_second_turns(run, tmp_path, 8)
         time.sleep(0.05)
-        os.kill(run.pid_of("app.rollout.engine.server_main"), signal.SIGKILL)
+        os.kill(run.pid_of("app.rollout.engine.entry"), signal.SIGKILL)
         run.wait_for_step(run.metrics()[-1]["step"] + 2)
     assert steps_of(run)[-1]["recovery/engine_restarts"] == 2
     assert_began_once(tmp_path, run)

@@ -62,7 +62,7 @@ def test_killed_engine_and_rank_cost_a_run_with_adapters_nothing_but_time(
 ) -> None:
     run = start("model=tiny_lora", f"placement={placement}", "steps=30", "checkpoint.every=2", "checkpoint.keep=2")
     run.wait_for_step(3)
-    os.kill(run.pid_of("app.rollout.engine.server_main"), signal.SIGKILL)
+    os.kill(run.pid_of("app.rollout.engine.entry"), signal.SIGKILL)
     run.wait_for_step(run.metrics()[-1]["step"] + 3)
     os.kill(run.pid_of("TrainerRank"), signal.SIGKILL)
     assert run.wait(600) == 0, run.text

@@ -156,12 +156,15 @@ def test_the_engine_of_the_mission(mission: dict[tuple[str, str], Phase]) -> Non
     items = mission["engine device", "generate"].items
     weights = (P + 456_010_480) * 2 / 4
     rest = 0.7 * 64 * GIB - weights
-    slots = int(rest * 0.9 / 1.9 // 12_877_824)
-    tokens = int((rest - slots * 12_877_824) // 8192)
+    state = (
+        24 * (32 * 128 * 128 * 2 + (2 * 16 + 32) * 128 * 3 * 2) // 4
+    )  # bfloat16, and the last inputs of the convolution
+    slots = int(rest * 0.9 / 1.9 // state)
+    tokens = int((rest - slots * state) // 8192)
     assert items["engine weights"] == weights
-    assert items["recurrent states"] == slots * 12_877_824
+    assert items["recurrent states"] == slots * state
     assert items["KV cache"] == tokens * 8192
-    assert (slots, tokens) == (1596, 2_788_784)
+    assert (slots, tokens) == (3_121, 2_788_412)
 
 
 def test_an_engine_that_drafts_is_a_hand_count() -> None:
@@ -195,7 +198,7 @@ def test_without_a_radix_cache_states_of_drafts_come_before_the_kv_cache() -> No
 
 def test_a_request_takes_five_recurrent_states_and_one_without_a_radix_cache() -> None:
     mission = ("device=npu", "placement=fully_async", "model=qwen35_9b")
-    assert memory_plan(QWEN35_9B, *mission).engine.state_requests == 1596 // 5
+    assert memory_plan(QWEN35_9B, *mission).engine.state_requests == 3121 // 5
     alone = memory_plan(QWEN35_9B, *mission, "+rollout.engine_args.disable-radix-cache=true").engine
     assert (alone.state_slots, alone.state_requests) == (512, 512)  # max-running-requests
     assert memory_plan(QWEN3_4B, "device=cuda", "model=qwen3_4b").engine.state_requests is None

@@ -130,7 +130,7 @@ def test_the_second_model_family_is_generated_trained_and_pushed(
 @pytest.mark.parametrize(
     ("part", "limit", "named"),
     [
-        ("app.rollout.engine.server_main", "recovery.max_engine_failures=0", "engine 0"),
+        ("app.rollout.engine.entry", "recovery.max_engine_failures=0", "engine 0"),
         ("TrainerRank", "recovery.max_restarts=0", "trainer rank 0 died"),
     ],
     ids=["engine", "rank"],

@@ -19,11 +19,11 @@ from unittest import mock
 from tests.real_stack.check import OF_EVERY_MACHINE, ROOT, Check, run_doctor
 from tests.real_stack.stub import stub_cuda_driver
 
-# A server's environment, as `app/rollout/engine/server_main.py` and `app/device/cuda.py` make it.
+# A server's environment, as `app/rollout/engine/entry.py` and `app/device/cuda.py` make it.
 ENGINE = {"SGLANG_EXTERNAL_MODEL_PACKAGE": "app.rollout.engine.sglang_plugin.models", "POSTTRAIN_ENGINE_DEVICE": "cuda"}
 WITHOUT_DRIVER = (
     "torch torchvision torchaudio flashinfer torch_memory_saver fla flash_attn.cute deep_gemm ray renderers "
-    "sglang.srt.entrypoints.http_server sglang.srt.managers.scheduler app.rollout.engine.server_main "
+    "sglang.srt.entrypoints.http_server sglang.srt.managers.scheduler app.rollout.engine.entry "
     "app.trainer.rank"
 )
 WITH_DRIVER = (

@@ -26,7 +26,7 @@ PLACEMENTS = {
 BOTH = pytest.mark.parametrize("placement", ["colocate", "fully_async"])
 PARTS = {  # a part of the command line of each
     "rank": "TrainerRank",
-    "engine": "app.rollout.engine.server_main",
+    "engine": "app.rollout.engine.entry",
     "scheduler": "sglang::scheduler",
     "environment worker": "app.environment.worker.handler",
     "reward worker": "app.reward.handler",
@@ -75,7 +75,7 @@ def kill(run: Run, what: str) -> None:
     """One of the run's parts, as the kernel or a fault would."""
     if what == "driver":
         names = " ".join(run.processes().values())
-        for part in ("app.rollout.engine.server_main", "sglang::", "raylet", "gcs_server", "TrainerRank", "EngineHost"):
+        for part in ("app.rollout.engine.entry", "sglang::", "raylet", "gcs_server", "TrainerRank", "EngineHost"):
             assert part in names
         os.kill(run.process.pid, signal.SIGKILL)
         run.process.wait(10)

@@ -4,7 +4,7 @@ import importlib.util
 
 import pytest
 
-from app.rollout.engine.server_main import MODELS, MODELS_VARIABLE
+from app.rollout.engine.entry import MODELS, MODELS_VARIABLE
 from app.rollout.engine.sglang_plugin.models import qwen
 
 OURS = ("Qwen3ForCausalLM", "Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM", "Qwen3_5ForCausalLMMTP")

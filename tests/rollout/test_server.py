@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from app.device import device_of
+from app.rollout.engine.entry import forbid_expandable_segments
 from app.rollout.engine.server import HOST, Server
 from app.rollout.engine.server_args import engine_flags, engine_seed, teacher_flags
-from app.rollout.engine.server_main import forbid_expandable_segments
 from tests.compose import composed
 from tests.rollout.support import KEY, server_spec
 
@@ -17,7 +17,7 @@ from tests.rollout.support import KEY, server_spec
 def test_the_command_has_the_flags_and_not_the_key(tmp_path: Path) -> None:
     spec = server_spec(tmp_path, tmp_path, name="engine 0", tp_size=2, trust_remote_code=False, log_level=None)
     command = spec.command()
-    assert command[1:4] == ["-P", "-m", "app.rollout.engine.server_main"]
+    assert command[1:4] == ["-P", "-m", "app.rollout.engine.entry"]
     assert command[command.index("--tp-size") + 1] == "2"
     assert "--disable-cuda-graph" in command
     assert command[command.index("--disable-cuda-graph") + 1].startswith("--")  # a bare flag

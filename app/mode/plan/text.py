@@ -203,7 +203,7 @@ def engines(config: RunConfig, device: Device, flags: Mapping[str, object]) -> l
 def _command(model: ModelConfig, device: Device, flags: Mapping[str, object]) -> list[str]:
     flags = {**model_flags(model.local if model.local.is_dir() else str(model.path), flags), **flags}
     environment = [" ".join(f"{name}={value}" for name, value in device.engine_env.items())]
-    command = shlex.join(["python", "-m", "app.rollout.engine.server_main", *render_flags(flags)])
+    command = shlex.join(["python", "-m", "app.rollout.engine.entry", *render_flags(flags)])
     return [f"  {line}" for line in (*environment, command) if line]
 
 

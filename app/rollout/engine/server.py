@@ -26,7 +26,7 @@ from app.utils.net import reserve_port
 from app.utils.process import PARENT_VARIABLE, module_command, package_path
 
 HOST = "127.0.0.1"  # where servers listen: their hosts are on the same machine
-# Environment variables of the server, read by `server_main.py`.
+# Environment variables of the server, read by `entry.py`.
 KEY_VARIABLE = "POSTTRAIN_ENGINE_KEY"
 LOG_TAIL_LINES = 12
 USAGE_ERROR = re.compile(r"\w[\w. -]*: error: ")  # of argparse, after a usage of hundreds of lines
@@ -59,7 +59,7 @@ class ServerSpec:
         return render_flags({**model, "host": HOST, "port": self.port, **self.flags})
 
     def command(self) -> list[str]:
-        return [*module_command("app.rollout.engine.server_main"), *self.arguments()]
+        return [*module_command("app.rollout.engine.entry"), *self.arguments()]
 
 
 @dataclass(eq=False)

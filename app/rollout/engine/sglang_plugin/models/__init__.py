@@ -1,1 +1,1 @@
-"""SGLang's models of our presets. A server looks here before it imports all others: `engine/server_main.py`."""
+"""SGLang's models of our presets. A server looks here before it imports all others: `engine/entry.py`."""

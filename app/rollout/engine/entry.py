@@ -1,4 +1,4 @@
-"""Main module of an SGLang server process: `python -m app.rollout.engine.server_main <SGLang's flags>`.
+"""Main module of an SGLang server process: `python -m app.rollout.engine.entry <SGLang's flags>`.
 
 SGLang spawns its children, and each imports this module again, so its top level runs in every process of the server.
 (With app/cpu_engine/ they are forked and have it already.)
