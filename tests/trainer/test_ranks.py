@@ -55,7 +55,7 @@ def scenarios(path: Path, reference: Path) -> dict[str, Scenario]:
         "with a reference": Scenario(with_reference, groups, reference=reference),
         "two updates in 3 pieces": Scenario(TWO_UPDATES, groups, pieces=3),
         "three trajectories": Scenario(GRPO, three, budget=1),
-        "own objective beside dummies": Scenario(OWN, sampled(path, scored_groups(2, size=3, shortest=2)), budget=1),
+        "own objective beside dummies": Scenario(OWN, three, budget=1),
         "no groups": Scenario(TWO_UPDATES, []),
         "alone": Scenario(GRPO, groups, trainer=ADAM),
         "abort": Scenario(GRPO, groups, trainer=ADAM, before="abort"),
