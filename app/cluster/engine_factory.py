@@ -13,7 +13,6 @@ import ray
 from app.cluster.placement_group import DevicePlacement
 from app.config import RunConfig
 from app.config.device import DeviceKind
-from app.config.placement import PlacementKind
 from app.device import Device, Fork
 from app.rollout.engine.host import EngineHost
 from app.rollout.engine.remote import RemoteEngine
@@ -123,6 +122,6 @@ def cores_of_ranks(cores: int, width: int) -> str:
 def threads_of(config: RunConfig, processes: int) -> int:
     """Return the threads of each of `processes` processes. In fully_async all of them compute at the same time."""
     cores = os.cpu_count() or 1
-    if config.placement.kind is PlacementKind.fully_async:
+    if not config.placement.colocated:
         processes = config.placement.trainer_ranks + config.placement.engine_devices + config.teacher_devices
     return max(1, cores // processes)

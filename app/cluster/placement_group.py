@@ -24,7 +24,6 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from app.config import RunConfig
-from app.config.placement import PlacementKind
 from app.device import Device
 from app.errors import RunError, TrainerError, one_line
 
@@ -61,7 +60,7 @@ class DevicePlacement:
     def engine_options(self, engine: int) -> dict[str, Any]:
         """Return the Ray actor options of an engine host. In colocate it reserves no devices: the ranks have them."""
         bundle = self._in_bundle(self._bundles_of_engine(engine)[0])
-        if self.config.placement.kind is PlacementKind.colocate:
+        if self.config.placement.colocated:
             return {"num_cpus": 0, **bundle}
         return {**resources(self.device, self.config.rollout.tensor_parallel), **bundle}
 
@@ -85,7 +84,7 @@ class DevicePlacement:
 
     def _bundles_of_engine(self, engine: int) -> list[int]:
         width = self.config.rollout.tensor_parallel
-        if self.config.placement.kind is PlacementKind.colocate:
+        if self.config.placement.colocated:
             return [self._bundle_of_rank(rank) for rank in range(engine * width, (engine + 1) * width)]
         return [self.config.placement.trainer_ranks + engine]
 
@@ -117,7 +116,7 @@ def bundles(config: RunConfig, device: Device) -> list[dict[str, float]]:
 
     ranks = [bundle(1) for _ in range(config.placement.trainer_ranks)]
     teacher = [bundle(config.teacher_devices)] if config.teacher_devices else []
-    if config.placement.kind is PlacementKind.colocate or config.rollout.urls:
+    if config.placement.colocated or config.rollout.urls:
         return ranks + teacher
     return ranks + [bundle(config.rollout.tensor_parallel) for _ in range(config.engines)] + teacher
 

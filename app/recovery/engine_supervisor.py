@@ -18,7 +18,7 @@ from app.config import RunConfig
 from app.errors import EngineError, EngineLost, one_line
 from app.protocols import RolloutEngine
 from app.rollout.engine.pool import EnginePool
-from app.utils.tasks import gather_or_raise, root_cause
+from app.utils.tasks import gather_or_raise, task_group
 
 BACKOFF_S = 1.0  # before the second attempt; doubled for each further one
 MAX_BACKOFF_S = 32.0
@@ -61,13 +61,10 @@ class EngineSupervisor:
         """
         if self.pool.lost:
             self.pool.engine_lost.set()
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                monitor = tasks.create_task(self._restart_forever(), name="engine supervisor")
-                yield
-                monitor.cancel()
-        except BaseExceptionGroup as failures:
-            raise root_cause(failures) from None
+        async with task_group() as tasks:
+            monitor = tasks.create_task(self._restart_forever(), name="engine supervisor")
+            yield
+            monitor.cancel()
 
     async def abort_in_flight(self) -> None:
         """Abort all requests and wait until they have ended. An engine that takes too long is marked lost."""

@@ -60,6 +60,11 @@ class DashboardOptions:
     args: Mapping[str, Any] = field(default_factory=dict)  # of a tracker of the user's own
 
 
+def run_name(config: TrackingConfig, folder: Path) -> str:
+    """Return the run's name in dashboards: as given, or those of its folder and the folder's parent."""
+    return config.run_name or f"{folder.parent.name}/{folder.name}"
+
+
 def grouped(metrics: Mapping[str, float | None]) -> dict[str, float]:
     """Return the finite metrics, all of them with a prefix.
 

@@ -271,7 +271,7 @@ class RunFolderRecorder:
             folder=self.folder / dashboards.FOLDER / name,
             metrics=self.folder / metrics_file.NAME,
             project=tracking.project,
-            run_name=tracking.run_name or f"{self.folder.parent.name}/{self.folder.name}",
+            run_name=dashboards.run_name(tracking, self.folder),
             offline=tracking.offline,
             resumed_at=self._resumed_at,
             warn=self.warn,

@@ -18,7 +18,6 @@ P = ParamSpec("P")
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 START_GRACE_S = 30.0  # for the actor to start and to report that its server did not
-STOP_TIMEOUT_S = 30.0
 END_TIMEOUT_S = 10.0
 CHECK_TIMEOUT_S = 30.0
 CALL_TIMEOUT_S = 900.0  # of all other calls but generation, whose deadline (by progress) the host keeps
@@ -53,7 +52,7 @@ class RemoteEngine:
         return await self._call(CALL_TIMEOUT_S, EngineHost.start_phase)
 
     async def stop(self) -> None:
-        await self._call(STOP_TIMEOUT_S, EngineHost.stop)
+        await self._call(END_TIMEOUT_S, EngineHost.stop)
 
     async def end(self) -> None:
         """Stop the server, then kill the host process, in any state."""
@@ -61,8 +60,8 @@ class RemoteEngine:
             return
         self._ended = True
         try:
-            await asyncio.wait_for(self.stop(), END_TIMEOUT_S)
-        except (RunError, TimeoutError) as error:
+            await self.stop()
+        except RunError as error:
             log.warning("%s did not stop, killing its host: %s", self.name, one_line(error))
         ray.kill(self.actor)
 

@@ -16,6 +16,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from app.device.base import Fork, ServerProcess
 from app.errors import EngineError, EngineLost
@@ -24,6 +25,9 @@ from app.types import EngineStart
 from app.utils.child_environment import for_children
 from app.utils.net import reserve_port
 from app.utils.process import PARENT_VARIABLE, module_command, package_path
+
+if TYPE_CHECKING:
+    from app.rollout.engine.client import Client
 
 HOST = "127.0.0.1"  # where servers listen: their hosts are on the same machine
 # Environment variables of the server, read by `entry.py`.
@@ -38,6 +42,7 @@ START_PHASES = (
 )
 BIND_ERROR = "error while attempting to bind on address"  # in SGLang's log
 STOP_TIMEOUT_S = 5.0
+HEALTH_POLL_S = 0.05
 logger = logging.getLogger(__name__)
 
 
@@ -171,3 +176,21 @@ class Server:
     def _kill_process_group(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
+
+
+async def until_healthy(client: "Client", server: Server | None, timeout_s: float) -> None:
+    """Wait for the first healthy reply of a server: one of the run, or a running one (None).
+
+    Raises `EngineError` after `rollout.start_timeout_s`, and if another program has the server's address.
+    """
+    deadline = asyncio.get_running_loop().time() + timeout_s
+    while not await client.healthy():
+        problem = ""
+        if server and (address := server.refused_address()):
+            problem = f": another program listens at {address}"
+        elif asyncio.get_running_loop().time() > deadline:
+            problem = f" at {client.url} did not become healthy within rollout.start_timeout_s={timeout_s:.0f} s"
+        if problem:
+            log = f"; log: {server.spec.log}; its last lines:\n{server.tail()}" if server else ""
+            raise EngineError(f"{client.name}{problem}{log}")
+        await asyncio.sleep(HEALTH_POLL_S)

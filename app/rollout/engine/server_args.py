@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from app.config import RunConfig
-from app.config.placement import PlacementKind
 from app.config.rollout import OWN_HEAD
 from app.config.teacher import MAX_REQUESTS
 from app.device import Device
@@ -25,7 +24,7 @@ def engine_flags(
         restarts: How many engines had this index before; they were lost.
         resumed_at: The step after which this process continues the run.
     """
-    colocate = config.placement.kind is PlacementKind.colocate
+    colocate = config.placement.colocated
     # Above the largest captured batch an engine would decode without graphs; further requests wait for a place.
     batch = min(max(config.requests_per_engine, device.request_bounds[0]), device.request_bounds[1])
     return {
@@ -80,8 +79,7 @@ def adapter_flags(config: RunConfig, device: Device) -> dict[str, object]:
     Requests of `max_staleness` + 1 policies are in flight while the next policy is loaded. In fully_async one more may
     be waiting to be unloaded.
     """
-    colocate = config.placement.kind is PlacementKind.colocate
-    limit = config.placement.max_staleness + (2 if colocate else 3)
+    limit = config.placement.max_staleness + (2 if config.placement.colocated else 3)
     return {
         "enable-lora": True,
         "max-lora-rank": config.model.lora.rank,

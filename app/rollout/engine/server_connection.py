@@ -12,11 +12,10 @@ from packaging.version import InvalidVersion, Version
 from app.errors import EngineError, EngineLost
 from app.model.hf_directory import load_tokenizer
 from app.rollout.engine.client import CALL_TIMEOUT_S, Client, ConnectionLost, NoAnswer
-from app.rollout.engine.server import HOST, Server, ServerSpec
+from app.rollout.engine.server import HOST, Server, ServerSpec, until_healthy
 from app.types import EngineStart
 from app.utils.process import process_group_members
 
-HEALTH_POLL_S = 0.05
 CHECK_TIMEOUT_S = 10.0
 OLDEST_SGLANG = "0.5.22"  # tests/device/test_versions.py runs it; without a GPU 0.5.21 does not start
 SCHEDULER_ROUTE = "/server_info"  # answered by the scheduler; /health needs only the HTTP process
@@ -121,7 +120,7 @@ class ServerConnection:
             assert self._spec.url is not None
             self._client = Client(self._spec.name, self._spec.url, self._spec.key)
 
-        await self.race(self._wait_healthy(self._client))
+        await self.race(until_healthy(self._client, self._server, self._spec.start_timeout_s))
         info: Mapping[str, Any] = await self.race(self._client.get(SCHEDULER_ROUTE))
         if self._server is None:
             version = str(info.get("version", ""))
@@ -199,18 +198,3 @@ class ServerConnection:
         if self._failure.done() and (not finished or error is not None):
             raise self._failure.result()
         return task.result()
-
-    async def _wait_healthy(self, client: Client) -> None:
-        deadline = asyncio.get_running_loop().time() + self._spec.start_timeout_s
-        while not await client.healthy():
-            if self._server and (address := self._server.refused_address()):
-                raise EngineError(f"{self._spec.name}: another program listens at {address}{self._log_tail()}")
-            if asyncio.get_running_loop().time() > deadline:
-                raise EngineError(
-                    f"{self._spec.name} at {client.url} did not become healthy within "
-                    f"rollout.start_timeout_s={self._spec.start_timeout_s:.0f} s{self._log_tail()}"
-                )
-            await asyncio.sleep(HEALTH_POLL_S)
-
-    def _log_tail(self) -> str:
-        return f"; log: {self._server.spec.log}; its last lines:\n{self._server.tail()}" if self._server else ""
