@@ -27,6 +27,7 @@ from app.types import Prompt, TokenSequence
 from app.utils.chat_messages import CLOSE, REASONING, REPLY, Message
 
 EMPTY_BLOCK = re.compile(r"<think>\s*</think>\s*")
+OPENED_BLOCK = re.compile(r"<think>\s*(</think>\s*)?$")
 Piece = tuple[list[int], bool]  # token ids, and whether they are imitated
 
 
@@ -117,7 +118,13 @@ class Demonstrator:
 
 
 def _borders(opened: str, text: str, stops: Sequence[str]) -> tuple[int, int]:
-    """Return where a reply begins after a prompt, or what both have in common, and where it ends: 0 if nowhere."""
+    """Return where a reply begins after a prompt, or what both have in common, and where it ends: 0 if nowhere.
+
+    A template may leave out the block of thinking that its prompt ends with; the reply may begin with `<` as well.
+    """
+    without = OPENED_BLOCK.sub("", opened)
+    if not text.startswith((opened, f"{without}<think>")):
+        opened = without
     start = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(opened, text, strict=False)))
     ends = [found + len(stop) for stop in stops if (found := text.find(stop, start)) >= 0]
     return start, min(ends, default=0)

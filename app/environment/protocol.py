@@ -3,7 +3,7 @@
 An environment is an object with `run`, or one with `begin` and `step` (`app/environment/own.py`). A new one is made for
 every episode. `run` returns a score, several by name (the first is the score), or None. Optional: `score()`, where a
 limit ends `run` early, and `close()`, each plain or async; `metrics`, numbers by name; `limits_itself = True`, if `run`
-limits its own steps and may take longer than `environment.timeout_s`.
+limits its own steps and may take longer than `environment.timeout_s`; `stuck`, whether its code runs on at the end.
 
     class Solver:
         async def run(self, task, policy):

@@ -123,6 +123,10 @@ class ToolLoop:
         self._instances: dict[type, Any] = {}
         self._calls = Calls()
 
+    @property
+    def stuck(self) -> bool:
+        return self._calls.stuck
+
     async def run(self, task: Task, policy: Policy) -> None:
         """Sample the policy and run its tool calls until it calls none or hits a limit. There is no score."""
         schemas = [tool.schema for tool in self._tools.values()]

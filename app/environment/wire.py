@@ -69,6 +69,7 @@ class End:
     turns: Sequence[Mapping[str, Any]]  # for people: role, text, tokens, seconds
     text: str  # of the last reply
     metrics: Mapping[str, float]
+    stuck: bool = False  # code of the episode still runs in a thread: the worker takes no further one
 
 
 CODEC = Codec(SampleRequest, Answer, End)

@@ -247,7 +247,7 @@ class RemoteWorker:
             case Heartbeat():
                 pass
             case _:
-                if isinstance(message, Failed | Closed) and message.stuck and self.state is State.ready:
+                if getattr(message, "stuck", False) and self.state is State.ready:
                     self.state = State.retiring
                     self.problem = "code of an earlier job does not end"
                 if (job := self.jobs.get(message.job)) is not None:

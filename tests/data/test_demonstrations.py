@@ -76,6 +76,24 @@ def test_every_reply_of_a_conversation_is_imitated_with_the_token_that_ends_it(
     assert bool(sequence.sampled[len(prompt.token_ids)])
 
 
+@pytest.mark.parametrize("template", ["qwen3.jinja", "qwen2_5.jinja"])
+def test_an_earlier_reply_that_begins_as_a_block_of_thinking_does_is_imitated_whole(
+    template: str, tokenizer_of: Callable[[Path], Any], tiny_model: Path, jsonl: Callable[..., str]
+) -> None:
+    """The prompt of no thinking ends with an empty block, and the template writes none before these replies."""
+    tokenizer = tokenizer_of(TEMPLATES / template)
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 12, "b": 34}}}
+    called = [TURN[0], {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "46"}]
+    tagged = [TURN[0], {"role": "assistant", "content": "<answer>46</answer>"}, ASK]
+    for messages, begins in ((called, "<tool_call>\n"), (tagged, "<answer>46</answer>")):
+        (prompt,) = prompts_of(CHAT, jsonl({"messages": [*messages, TURN[1]]}), tokenizer)
+        (sequence,) = demonstrator(tokenizer, tiny_model).sequences([prompt])
+        first, last = imitated(sequence, tokenizer)
+        assert first.startswith(begins)
+        assert first.endswith("<|im_end|>")
+        assert last == "46<|im_end|>"
+
+
 def test_plain_rows_are_imitated_up_to_the_end_of_the_text_or_cut(tiny_model: Path, jsonl: Callable[..., str]) -> None:
     tokenizer = load_tokenizer(tiny_model)
     config = DataConfig(name="mine")

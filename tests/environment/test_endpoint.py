@@ -224,6 +224,8 @@ async def test_a_request_in_flight_ends_with_its_episode() -> None:
 
 
 AGENTS = """
+import asyncio
+
 import openai
 
 class Agent:
@@ -243,6 +245,18 @@ class Agent:
 class Scored(Agent):
     def score(self):
         return float(len(self.said))
+
+class Plain:
+    def run(self, task, policy):
+        client = openai.OpenAI(base_url=policy.url, api_key="none")
+        done = client.chat.completions.create(model="m", messages=[{"role": "user", "content": task.question}])
+        return float(done.choices[0].message.content == "a")
+
+class Parallel:
+    async def run(self, task, policy):
+        async with asyncio.TaskGroup() as group:
+            for number in range(3):
+                group.create_task(policy([{"role": "user", "content": str(number)}]))
 """
 
 
@@ -257,6 +271,17 @@ async def test_a_limit_that_leaves_an_openai_agent_as_an_error_ends_its_episode_
     assert (turns.ending, turns.scores) == ("turns", {"score": 2.0})
     assert [turn["text"] for turn in turns.turns if turn["role"] == "assistant"] == ["a", "b"]
     assert bug.text.startswith("run raised KeyError: 'a bug'")
+
+
+async def test_a_plain_run_may_use_the_policys_url(own: Maker) -> None:
+    async with running_pool(own(AGENTS, name="Plain")) as pool:
+        assert (await play_one(pool, "a")).scored.scores == {"score": 1.0}
+
+
+async def test_a_limit_that_one_of_several_tasks_reaches_ends_the_episode_and_is_no_failure(own: Maker) -> None:
+    async with running_pool(own(AGENTS, name="Parallel", max_turns=2)) as pool:
+        ended = (await play_one(pool, "a", "b")).scored
+    assert (ended.ending, ended.scores) == ("turns", {"score": 0.0})
 
 
 async def _message(answer: aiohttp.ClientResponse) -> str:

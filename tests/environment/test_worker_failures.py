@@ -215,6 +215,28 @@ async def test_an_environment_that_holds_the_gil_is_killed_and_its_neighbors_are
     assert counts == {"late": 1, "lost": 1, "restarts": 1}
 
 
+async def test_a_worker_whose_tools_never_end_is_replaced_after_their_episode(own: Maker) -> None:
+    source = """
+import time
+
+from app.environment.tools import ToolLoop
+
+class Env(ToolLoop):
+    def __init__(self):
+        super().__init__({}, 0.1)
+
+    async def run(self, task, policy):
+        try:
+            await self._call("sleep", lambda: time.sleep(1000))
+        except Exception:
+            return 1.0
+"""
+    async with running_pool(own(source)) as pool:
+        assert (await play_one(pool)).scored.scores == {"score": 1.0}
+        assert (await play_one(pool)).scored.scores == {"score": 1.0}
+        assert pool.restarts >= 1
+
+
 async def test_an_environment_that_eats_memory_fails_and_the_worker_goes_on(misbehave: Misbehave) -> None:
     ends, counts, _ = await misbehave(("step", "bytearray(3 << 30)"), ("never", "1"), memory_gib=1.0)
     assert ends[0].kind == "memory"

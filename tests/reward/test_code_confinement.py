@@ -270,3 +270,19 @@ def test_a_comparison_with_a_value_is_never_the_programs(judge: Judge) -> None:
     tests = "f(3) == 9; 9 == f(3); not f(3) != 9; 8 < f(3) < 10; f(3) in [9]; 9 in f(3); f(3) in {9: 1}; [f(3)] == [9]"
     for test in tests.split("; "):
         assert judge.passed(liar, read_tests({"test_list": [f"assert {test}"]})) == 0, test
+
+
+def test_a_difference_from_a_value_is_never_the_programs(judge: Judge) -> None:
+    liar = (
+        "class Near:\n    __sub__ = __rsub__ = __mod__ = __xor__ = lambda *_: 0.0\n"
+        "    __truediv__ = __rtruediv__ = lambda *_: 1.0\ndef f(x):\n    return Near()\n"
+    )
+    tests = "abs(f(3) - 9) < 1e-6; abs(9 - f(3)) < 1e-6; f(3) % 9 == 0; not f(3) ^ 9; f(3) / 9 == 1; 9 / f(3) == 1"
+    for test in tests.split("; "):
+        assert judge.passed(liar, read_tests({"test_list": [f"assert {test}"]})) == 0, test
+    own = (
+        "class V:\n    def __init__(self, x): self.x = x\n    __mul__ = __rmul__ = lambda self, n: V(self.x * n)\n"
+        "f = V\n"
+    )
+    for test in ("(f(3) * 2).x == 6", "(2 * f(3)).x == 6"):
+        assert judge.passed(own, read_tests({"test_list": [f"assert {test}"]})) == 1, test

@@ -27,6 +27,7 @@ class Calls:
     def __init__(self) -> None:
         self._thread: ThreadPoolExecutor | None = None
         self._last: Future[tuple[Any, BaseException | None]] | None = None  # call in the thread
+        self._left: list[Future[Any]] = []  # calls in threads that were left behind
 
     @property
     def busy(self) -> bool:
@@ -58,7 +59,14 @@ class Calls:
         """End the thread, or leave it behind where it hangs; a later call gets a new one."""
         if self._thread is not None:
             self._thread.shutdown(wait=False)
+        if self._last is not None:
+            self._left.append(self._last)
         self._thread = self._last = None
+
+    @property
+    def stuck(self) -> bool:
+        """Whether a call that was left behind still runs."""
+        return not all(each.done() for each in self._left)
 
 
 def _result_or_error(function: Callable[..., Any], *args: Any) -> tuple[Any, BaseException | None]:

@@ -84,10 +84,8 @@ class Episode:
         if failure is not None and isinstance(outcome, End):
             outcome = failure
         self._calls.end()
-        if not self._stuck:
-            return outcome
-        assert not isinstance(outcome, End)
-        return dataclasses.replace(outcome, stuck=True)
+        stuck = self._stuck or getattr(self._environment, "stuck", False)
+        return dataclasses.replace(outcome, stuck=True) if stuck else outcome
 
     async def _outcome(self, running: "asyncio.Future[End]") -> End | Failed | Closed:
         """Return how the run ended, after it has."""
@@ -100,6 +98,7 @@ class Episode:
         if running.done():
             return self._failure(running, self._clock.step) or running.result()
         if self._aborted.is_set():
+            self.policy.close()  # for a thread that waits for a reply
             await self._cancel(running, RUN_END_TIMEOUT_S if self._force else self._limits.timeout_s)
             return Closed(self.number)
         step = self._clock.step
@@ -143,9 +142,7 @@ class Episode:
         try:
             value = await self._calls(run, self._task, self.policy)
         except Exception as error:
-            from app.environment.worker.openai_endpoint.openai_api import is_bad_request
-
-            if not (isinstance(error, EpisodeOver) or (self.policy.ending and is_bad_request(error))):
+            if not self._is_a_limit(error):
                 raise
             value = await score_of(self._environment, self._call)
             value = 0.0 if value is None else value
@@ -154,6 +151,16 @@ class Episode:
         own_metrics = getattr(self._environment, "metrics", None) or {}
         metrics = {**self.policy.metrics, **scores_of(own_metrics), "seconds": self._clock.seconds}
         return End(self.number, scores_of(value), ending, self.policy.turns, self.policy.text, metrics)
+
+    def _is_a_limit(self, error: BaseException) -> bool:
+        """Whether an error, its cause, or each of a task group's is a limit that the policy reached."""
+        from app.environment.worker.openai_endpoint.openai_api import is_bad_request
+
+        if isinstance(error, BaseExceptionGroup):
+            return all(map(self._is_a_limit, error.exceptions))
+        if isinstance(error, EpisodeOver) or (self.policy.ending and is_bad_request(error)):
+            return True
+        return error.__cause__ is not None and self._is_a_limit(error.__cause__)
 
     def _construct(self) -> None:
         """Make the environment, in its thread: it is closed even if the episode has been aborted by then."""
@@ -171,7 +178,7 @@ class Episode:
             return None
 
         closing = asyncio.ensure_future(self._calls(close))
-        await asyncio.wait({closing}, timeout=self._limits.timeout_s)
+        await asyncio.wait({closing}, timeout=RUN_END_TIMEOUT_S if self._force else self._limits.timeout_s)
         if not closing.done():
             await self._cancel(closing, 0.0)
             return self._too_late("close")

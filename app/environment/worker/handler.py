@@ -80,17 +80,19 @@ class EnvironmentHandler:
         """Begin an episode. It is registered at once: the next message may already close it."""
         number = begin.job
         resources = ExitStack()  # until the episode's end
+        loop = asyncio.get_running_loop()
 
         def url(policy: EpisodePolicy) -> str:
-            connection = self._endpoint().open(policy)
-            resources.callback(self._endpoint().shut, connection)
+            endpoint = self._endpoint(loop)  # a plain `run` asks for it in a thread
+            connection = endpoint.open(policy)
+            resources.callback(endpoint.shut, connection)
             return str(connection.url)
 
         def ask(
             sequence: int, context: Sequence[int], max_tokens: int | None, logprobs: bool
         ) -> "asyncio.Future[Answer]":
             request = SampleRequest(number, next(self._numbers), sequence, context, max_tokens, logprobs)
-            future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+            future: asyncio.Future[Answer] = loop.create_future()
             self._requests[request.number] = future
             resources.callback(self._requests.pop, request.number, None)
             self._lines.send(request)
@@ -119,9 +121,9 @@ class EnvironmentHandler:
         resources.close()
         self._lines.send(outcome)
 
-    def _endpoint(self) -> Any:
+    def _endpoint(self, loop: asyncio.AbstractEventLoop) -> Any:
         if self._server is None:
-            self._server = importlib.import_module(ENDPOINT).Endpoint(asyncio.get_running_loop(), log)
+            self._server = importlib.import_module(ENDPOINT).Endpoint(loop, log)
         return self._server
 
     async def _beat(self) -> None:

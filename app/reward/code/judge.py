@@ -2,7 +2,8 @@
 
 Tests are as trusted as the rows and run in a fork of this process. They see each object of the program as a `Remote`;
 operations on it become expressions that the program's process evaluates. Only values of Python's standard types come
-back. Anything else is another `Remote`, which equals no value, so the program's `__eq__` decides nothing.
+back. Anything else is another `Remote`, which equals no value, so the program's `__eq__` decides nothing. Nor does its
+arithmetic with a test's values, whose result has to be another object.
 
 Invariants:
 - The fork is killed at the deadline, whatever a test does or catches.
@@ -236,12 +237,19 @@ class Remote:
         return self._session.ask(f"isinstance({self._session.source(value)}, {self._expression})")
 
 
-def _forwarded(function: str, compares: bool = False, reflected: bool = False) -> Callable[..., Any]:
+def _forwarded(
+    function: str, compares: bool = False, computes: bool = False, reflected: bool = False
+) -> Callable[..., Any]:
     def method(self: Remote, *operands: Any) -> Any:
-        if compares and not isinstance(operands[0], Remote):
+        of_the_test = not all(isinstance(each, Remote) for each in operands)
+        if compares and of_the_test:
             return NotImplemented
         given = [self._session.source(each) for each in (self, *operands)]
-        return self._session.ask(f"{function}({', '.join(reversed(given) if reflected else given)})")
+        result = self._session.ask(f"{function}({', '.join(reversed(given) if reflected else given)})")
+        # In `abs(f(x) - 2.5) < 1e-6` the operand may be the expected value, and 0 the program's own difference.
+        if computes and of_the_test and not isinstance(result, Remote):
+            raise TypeError(f"{function} of an object and a test's value is a value")
+        return result
 
     return method
 
@@ -252,8 +260,8 @@ for _name in ("len", "bool", "str", "repr", "int", "float", "iter", "next", "set
 for _name in ("neg", "pos", "invert", "abs", "getitem", "setitem", "delitem"):
     setattr(Remote, f"__{_name}__", _forwarded(f"operator.{_name}"))
 for _name in "add sub mul truediv floordiv mod pow matmul and_ or_ xor lshift rshift".split():  # noqa: SIM905
-    setattr(Remote, f"__{_name.strip('_')}__", _forwarded(f"operator.{_name}"))
-    setattr(Remote, f"__r{_name.strip('_')}__", _forwarded(f"operator.{_name}", reflected=True))
+    setattr(Remote, f"__{_name.strip('_')}__", _forwarded(f"operator.{_name}", computes=True))
+    setattr(Remote, f"__r{_name.strip('_')}__", _forwarded(f"operator.{_name}", computes=True, reflected=True))
 for _name in ("eq", "lt", "le", "gt", "ge"):
     setattr(Remote, f"__{_name}__", _forwarded(f"operator.{_name}", compares=True))
 
