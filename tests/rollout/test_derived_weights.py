@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ import torch
 from app.cluster.engine_factory import cores_of_ranks
 from app.config.device import Dtype
 from app.config.weight_sync import SyncMode, Verify
-from app.rollout.engine.sglang_plugin.patches import TRANSPOSED, refresh_convolutions
+from app.rollout.engine.sglang_plugin.delta_loader import DeltaLoader
+from app.rollout.engine.sglang_plugin.patches import TRANSPOSED, finish_batch, refresh_convolutions
 from app.weight_sync.sender import Sender
 from app.weight_sync.transport.base import SENDER_EXTENSION
 from tests.rollout.adapters import logprobs_differ
@@ -106,3 +108,21 @@ async def sync(way: str, trainer: Any, engine: Any, seed: int, export: Path) -> 
     await trainer.call(SENDER_EXTENSION, Sender.export, folder=export)
     await synchronizer.close()
     await synchronizer.abort()
+
+
+def test_a_batch_ends_before_weights_change_and_a_buffer_is_read_before_it_is_filled_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waits: list[str] = []
+
+    def module(device: torch.device) -> Any:
+        stream = SimpleNamespace(synchronize=lambda: waits.append(f"copy on {device.type}"))
+        return SimpleNamespace(synchronize=lambda: waits.append(str(device)), current_stream=lambda: stream)
+
+    monkeypatch.setattr(torch, "get_device_module", module)
+    for device in ("cpu", "cuda"):
+        finish_batch(SimpleNamespace(device=device))
+    for device in ("cpu", "meta"):
+        bucket = {"flattened_tensor": torch.empty(2, dtype=torch.uint8, device=device), "metadata": ()}
+        assert DeltaLoader().from_ipc(lambda *_, **__: (True, "loaded"), None, bucket) == (True, "loaded")
+    assert waits == ["cuda", "copy on meta"]

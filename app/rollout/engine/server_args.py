@@ -12,6 +12,9 @@ from app.device import Device
 MAX_SEED = 2**31 - 1
 DRAFTED = 3  # tokens a pass; SGLang's choice for a chain of drafts
 OWN_DRAFTS, DRAFT_MODEL, VERIFIED = "EAGLE", "speculative-draft-model-path", "speculative-num-draft-tokens"
+# SGLang 0.5.23 takes a batch that a sync pauses in place for one that hangs: its watchdog would end the engine after
+# 300 s. The engine's host looks for hangs itself (`rollout.stall_timeout_s`).
+WATCHDOG_S = 86_400
 SHARED_FRACTION = 0.7  # of a device's memory, where the trainer's runtime stays on it
 
 
@@ -37,6 +40,7 @@ def engine_flags(
         "cuda-graph-max-bs-decode": batch,
         "trust-remote-code": config.model.trust_remote_code,
         "log-level-http": "warning",
+        "watchdog-timeout": WATCHDOG_S,
         "enable-memory-saver": colocate and device.shares_memory and config.offload.engine,
         **(adapter_flags(config, device) if config.serves_adapters else {}),
         **(draft_flags(config, releases=colocate and device.shares_memory) if config.rollout.drafts else {}),

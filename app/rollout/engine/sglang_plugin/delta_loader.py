@@ -108,12 +108,16 @@ class DeltaLoader:
         metadata = flattened_tensor_bucket_dict["metadata"]
         if all(meta.name != HEADER for meta in metadata):
             self._reset()
-            return original(updater, flattened_tensor_bucket_dict=flattened_tensor_bucket_dict)
-
-        named_tensors = [
-            (meta.name, flat[meta.start_idx : meta.end_idx].view(meta.dtype).reshape(meta.shape)) for meta in metadata
-        ]
-        return self.load(updater.get_model(), named_tensors)
+            reply = original(updater, flattened_tensor_bucket_dict=flattened_tensor_bucket_dict)
+        else:
+            reply = self.load(
+                updater.get_model(),
+                [(m.name, flat[m.start_idx : m.end_idx].view(m.dtype).reshape(m.shape)) for m in metadata],
+            )
+        # Ranks other than 0, which alone replies, may still copy when the sender fills its buffer again.
+        if flat.device.type != "cpu":
+            torch.get_device_module(flat.device).current_stream().synchronize()
+        return reply
 
     def load(self, model: Any, named_tensors: NamedTensors) -> Reply:
         tensors = dict(named_tensors)

@@ -37,6 +37,7 @@ def load() -> None:
     loader, manager = delta_loader.DeltaLoader(), lora_layers.MANAGER
     hooks: list[tuple[str, Any, Any]] = [
         (SCHEDULER, require_hooks, HookType.BEFORE),
+        (patches.BEGUN, patches.finish_batch, HookType.BEFORE),
         (patches.LOADED, patches.refresh_convolutions, HookType.AFTER),
         (patches.ADD_REQUEST, patches.add_one_req, HookType.AROUND),
         (delta_loader.LOAD_FROM_COLLECTIVE, loader.from_collective, HookType.AROUND),

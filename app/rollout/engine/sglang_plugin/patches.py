@@ -26,6 +26,20 @@ def refresh_convolutions(_: None, model: Any, *__: Any) -> None:
             copy.copy_(module.conv_weights.transpose(0, 1))
 
 
+# --- on every device: no batch computes while weights change
+
+BEGUN = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater.begin_weight_update"
+
+
+# SGLang 0.5.23 returns from a pause in place at once, while a batch may still run on a stream of its own: it would go
+# on with a mixture of old and new weights.
+def finish_batch(updater: Any, *_: Any) -> None:
+    """Wait for the device. Hook before the first weight of a sync is loaded."""
+    device = torch.device(updater.device)
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize()
+
+
 # --- on a CPU: sampling from a large vocabulary with one random number a request
 
 SAMPLE = "sglang.srt.layers.sampler.sampling_from_probs_torch"
