@@ -124,5 +124,22 @@ def test_a_batch_ends_before_weights_change_and_a_buffer_is_read_before_it_is_fi
         finish_batch(SimpleNamespace(device=device))
     for device in ("cpu", "meta"):
         bucket = {"flattened_tensor": torch.empty(2, dtype=torch.uint8, device=device), "metadata": ()}
-        assert DeltaLoader().from_ipc(lambda *_, **__: (True, "loaded"), None, bucket) == (True, "loaded")
+        loader = DeltaLoader()
+        loader._sum_over_ranks = list
+        assert loader.from_ipc(lambda *_, **__: (True, "loaded"), None, bucket) == (True, "loaded")
     assert waits == ["cuda", "copy on meta"]
+
+
+@pytest.mark.parametrize(
+    ("own", "failures", "reply"), [("loads", 0, "ok"), ("loads", 1, "another"), ("raises", 1, "own")]
+)
+def test_an_engine_replies_that_a_bucket_is_loaded_if_every_rank_has_it(own: str, failures: int, reply: str) -> None:
+    def load(*_: Any, **__: Any) -> tuple[bool, str]:
+        if own == "raises":
+            raise ValueError("own")
+        return True, "ok"
+
+    loader = DeltaLoader()
+    loader._sum_over_ranks = lambda counts: [failures]
+    success, message = loader.from_collective(load, None, [])
+    assert (success, reply in message) == (reply == "ok", True)

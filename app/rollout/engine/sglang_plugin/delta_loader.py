@@ -8,8 +8,7 @@ elements. With 1 % of the 16-bit values changed, an entry takes about three byte
 
     full float32 │ full 16-bit │ delta.values │ delta.header uint8 (JSON) │ delta.gaps uint8
 
-Two methods of SGLang's weight updater are wrapped, one per transport. A bucket without a header goes to SGLang
-unchanged.
+Two methods of SGLang's weight updater are wrapped, one per transport. A bucket without a header is loaded by SGLang.
 
 Invariants:
     - Messages are loaded in order, and a delta only onto the version that it was computed from. A lost, repeated or
@@ -22,6 +21,7 @@ Invariants:
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -97,8 +97,7 @@ class DeltaLoader:
 
     def from_collective(self, original: Callable[..., Reply], updater: Any, named_tensors: NamedTensors) -> Reply:
         if all(name != HEADER for name, _ in named_tensors):
-            self._reset()
-            return original(updater, named_tensors)
+            return self._load_in_full(partial(original, updater, named_tensors))
         return self.load(updater.get_model(), named_tensors)
 
     def from_ipc(
@@ -107,8 +106,9 @@ class DeltaLoader:
         flat = flattened_tensor_bucket_dict["flattened_tensor"]
         metadata = flattened_tensor_bucket_dict["metadata"]
         if all(meta.name != HEADER for meta in metadata):
-            self._reset()
-            reply = original(updater, flattened_tensor_bucket_dict=flattened_tensor_bucket_dict)
+            reply = self._load_in_full(
+                partial(original, updater, flattened_tensor_bucket_dict=flattened_tensor_bucket_dict)
+            )
         else:
             reply = self.load(
                 updater.get_model(),
@@ -118,6 +118,16 @@ class DeltaLoader:
         if flat.device.type != "cpu":
             torch.get_device_module(flat.device).current_stream().synchronize()
         return reply
+
+    def _load_in_full(self, load: Callable[[], Reply]) -> Reply:
+        """Load a bucket by SGLang, whose rank 0 would reply for the others whatever became of theirs."""
+        self._reset()
+        try:
+            success, message = load()
+        except Exception as error:  # any: the other ranks wait in the collective below
+            success, message = False, f"{type(error).__name__}: {error}"
+        (failures,) = self._sum_over_ranks([int(not success)])
+        return (success, message) if not failures or not success else (False, "another rank of this engine failed")
 
     def load(self, model: Any, named_tensors: NamedTensors) -> Reply:
         tensors = dict(named_tensors)
