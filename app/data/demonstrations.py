@@ -98,7 +98,7 @@ class Demonstrator:
         return pieces
 
     def _require_imitable(self, message: Message, unread: str, stops: Sequence[str], prompt: Prompt) -> None:
-        """Raise `ConfigError` if the template does not end a reply, or begins it where a policy does not sample.
+        """Raise `ConfigError` if the template does not end a reply, or begins it elsewhere than a policy does.
 
         Args:
             unread: Text that precedes the policy's first token but not the reply.

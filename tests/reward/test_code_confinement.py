@@ -274,10 +274,13 @@ def test_a_comparison_with_a_value_is_never_the_programs(judge: Judge) -> None:
 
 def test_a_difference_from_a_value_is_never_the_programs(judge: Judge) -> None:
     liar = (
-        "class Near:\n    __sub__ = __rsub__ = __mod__ = __xor__ = lambda *_: 0.0\n"
+        "class Near:\n    __sub__ = __rsub__ = __mod__ = __xor__ = lambda *_: 0.0\n    __add__ = lambda *_: Zero()\n"
         "    __truediv__ = __rtruediv__ = lambda *_: 1.0\ndef f(x):\n    return Near()\n"
+        "class Zero:\n    __abs__ = __float__ = lambda _: 0.0\n    __bool__ = lambda _: False\n"
+        "    __neg__ = __sub__ = lambda *_: Zero()\n"
     )
-    tests = "abs(f(3) - 9) < 1e-6; abs(9 - f(3)) < 1e-6; f(3) % 9 == 0; not f(3) ^ 9; f(3) / 9 == 1; 9 / f(3) == 1"
+    tests = "abs(f(3) - 9) < 1e-6; abs(9 - f(3)) < 1e-6; f(3) % 9 == 0; not f(3) ^ 9; f(3) / 9 == 1; 9 / f(3) == 1; "
+    tests += "abs(f(3) + -9) < 1e-6; float(f(3) + -9) == 0; not f(3) + -9; abs(-(f(3) + -9)) == 0"
     for test in tests.split("; "):
         assert judge.passed(liar, read_tests({"test_list": [f"assert {test}"]})) == 0, test
     own = (

@@ -150,7 +150,7 @@ class EpisodeSequences:
         return len(whole) - len(empty)
 
     def _readable(self, messages: Sequence[Message]) -> list[Message]:
-        """Cut what follows the first reply; the messages before it are the question."""
+        """Shorten long observations after the first reply; the messages before it are the question, and stay whole."""
         roles = [message.get("role") for message in messages]
         first = roles.index("assistant") if "assistant" in roles else len(roles)
         return [*messages[:first], *self._without_excess(messages[first:])]

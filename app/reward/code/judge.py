@@ -213,11 +213,12 @@ class Session(dict[str, Any]):
 class Remote:
     """A function, class or object of the program. It compares with other remotes only."""
 
-    __slots__ = ("_expression", "_session")
+    __slots__ = ("_computed", "_expression", "_session")
 
     def __init__(self, session: Session, expression: str) -> None:
         object.__setattr__(self, "_session", session)
         object.__setattr__(self, "_expression", expression)
+        object.__setattr__(self, "_computed", False)  # by the program, from a value of the test
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._session.call(self._expression, args, kwargs)
@@ -237,18 +238,24 @@ class Remote:
         return self._session.ask(f"isinstance({self._session.source(value)}, {self._expression})")
 
 
+OF_PARTS_OF_IT = ("setattr", "operator.getitem", "operator.setitem", "operator.delitem")
+
+
 def _forwarded(
     function: str, compares: bool = False, computes: bool = False, reflected: bool = False
 ) -> Callable[..., Any]:
     def method(self: Remote, *operands: Any) -> Any:
-        of_the_test = not all(isinstance(each, Remote) for each in operands)
+        remotes = [self, *(each for each in operands if isinstance(each, Remote))]
+        of_the_test = len(remotes) <= len(operands)
         if compares and of_the_test:
             return NotImplemented
         given = [self._session.source(each) for each in (self, *operands)]
         result = self._session.ask(f"{function}({', '.join(reversed(given) if reflected else given)})")
-        # In `abs(f(x) - 2.5) < 1e-6` the operand may be the expected value, and 0 the program's own difference.
-        if computes and of_the_test and not isinstance(result, Remote):
-            raise TypeError(f"{function} of an object and a test's value is a value")
+        # In `abs(f(x) - 2.5) < 1e-6` the operand is the expected value, and the program could answer with 0.
+        if (computes and of_the_test) or (function not in OF_PARTS_OF_IT and any(each._computed for each in remotes)):
+            if not isinstance(result, Remote):
+                raise TypeError(f"{function}: a value that the program computed from one of the test's decides nothing")
+            object.__setattr__(result, "_computed", True)
         return result
 
     return method
