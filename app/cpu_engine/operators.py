@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Register the operators for our platform, except those that this SGLang lacks or calls differently."""
+    """Register the operators for our platform, except those that this SGLang lacks or calls with other arguments."""
     from sglang.kernels.fused_op import BaseFusedOp
 
     from app.rollout.engine.sglang_plugin.platform import NATIVE

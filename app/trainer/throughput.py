@@ -40,7 +40,7 @@ class EventTimer(PhaseTimer):
         self._events.append((name, start, end))
 
     def seconds(self) -> Mapping[str, float]:
-        """Return the seconds of every phase so far. Synchronizes the device."""
+        """Return the total seconds of each phase so far. Synchronizes the device."""
         self._module.synchronize(self._device)
         for name, start, end in self._events:
             self.add(name, start.elapsed_time(end) / 1000)

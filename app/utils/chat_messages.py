@@ -125,7 +125,7 @@ def _changed(message: Message, thoughts: bool) -> Iterator[tuple[str, str, Messa
 
 @dataclass(frozen=True, slots=True)
 class ControlTokens:
-    """The special tokens of a tokenizer, where a text spells them.
+    """The special tokens of a tokenizer that appear in a text as plain characters.
 
     `MARK` in the middle of such a token keeps it apart while a chat template is rendered. The text before the mark and
     the text after it are then encoded on their own, so that neither has the token.

@@ -126,7 +126,7 @@ class Endpoint:
         return await self._run(connection, calls[route](connection, openai_api.read_json(request.body)))
 
     async def _run(self, connection: Connection, call: Coroutine[Any, Any, Mapping[str, Any]]) -> Mapping[str, Any]:
-        """Run a request of an episode, which `shut` cancels."""
+        """Run one request of an episode; `shut` cancels the request."""
         task = self._loop.create_task(call)
         connection.running.add(task)
         try:
