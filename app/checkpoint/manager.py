@@ -172,7 +172,7 @@ class CheckpointManager:
         return (config.every > 0 and step % config.every == 0) or self.is_best(accuracy)
 
     def is_best(self, accuracy: float | None) -> bool:
-        """Whether a checkpoint with this accuracy would be the best, and kept for it: never without `keep_best`."""
+        """Whether a checkpoint with this accuracy would be kept as the best: never without `keep_best`."""
         return self.keep_best and accuracy is not None and (self._best is None or accuracy > self._best[1])
 
     def set_accuracy(self, accuracy: float) -> None:
