@@ -98,7 +98,7 @@ class Demonstrator:
         return pieces
 
     def _require_imitable(self, message: Message, unread: str, stops: Sequence[str], prompt: Prompt) -> None:
-        """Raise `ConfigError` if a reply holds a stop, or the template does not end it, or begins it not as a policy does.
+        """Raise `ConfigError` if a reply holds a stop, or the template does not end it or begin it as a policy does.
 
         Args:
             unread: Text that precedes the policy's first token but not the reply.
