@@ -1,4 +1,4 @@
-"""What a completion costs that is too long: soft overlong punishment and overlong filtering (DAPO)."""
+"""Overlong completions (DAPO): the soft punishment by length, and the filter for truncated ones."""
 
 import numpy as np
 

@@ -238,7 +238,7 @@ class Remote:
         return self._session.ask(f"isinstance({self._session.source(value)}, {self._expression})")
 
 
-OF_PARTS_OF_IT = ("setattr", "operator.getitem", "operator.setitem", "operator.delitem")
+ITEM_ACCESS = ("setattr", "operator.getitem", "operator.setitem", "operator.delitem")  # the test compares their result
 
 
 def _forwarded(
@@ -246,13 +246,13 @@ def _forwarded(
 ) -> Callable[..., Any]:
     def method(self: Remote, *operands: Any) -> Any:
         remotes = [self, *(each for each in operands if isinstance(each, Remote))]
-        of_the_test = len(remotes) <= len(operands)
-        if compares and of_the_test:
+        with_test_value = len(remotes) <= len(operands)
+        if compares and with_test_value:
             return NotImplemented
         given = [self._session.source(each) for each in (self, *operands)]
         result = self._session.ask(f"{function}({', '.join(reversed(given) if reflected else given)})")
         # In `abs(f(x) - 2.5) < 1e-6` the operand is the expected value, and the program could answer with 0.
-        if (computes and of_the_test) or (function not in OF_PARTS_OF_IT and any(each._computed for each in remotes)):
+        if (computes and with_test_value) or (function not in ITEM_ACCESS and any(each._computed for each in remotes)):
             if not isinstance(result, Remote):
                 raise TypeError(f"{function}: a value that the program computed from one of the test's decides nothing")
             object.__setattr__(result, "_computed", True)
