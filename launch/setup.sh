@@ -62,8 +62,9 @@ install_npu() {
   bash launch/npu_packages.sh "${options[@]}" "$packages"
 
   install ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} "${torch[@]}"
-  # Every later install keeps the torch that torch_npu was built for.
+  # Every later install keeps the torch that torch_npu was built for, and numpy.
   local pins=("${torch[@]}" "torch_npu==$TORCH_NPU_VERSION" "transformers==$TRANSFORMERS_VERSION")
+  pins+=("$(grep '^numpy==' "$requirements/npu.txt")")
   $dry_run || printf '%s\n' "${pins[@]}" > "$packages/constraints.txt"
   local wheels=("$packages"/wheels/*.whl)
   install -c "$packages/constraints.txt" "torch_npu==$TORCH_NPU_VERSION" "${wheels[@]}"
@@ -72,7 +73,7 @@ install_npu() {
   # On x86-64 xgrammar requires mainline Triton, whose files replace those of triton-ascend: these come back last.
   run .venv/bin/python -m pip --disable-pip-version-check --quiet uninstall --yes triton
   install --force-reinstall --no-deps "$packages"/wheels/triton_ascend*.whl
-  run .venv/bin/python -c "from triton._C.libtriton import ascend"
+  run .venv/bin/python -c "from triton._C.libtriton import ascend; import datasets, pyarrow"
 }
 
 sources=(pyproject.toml launch/setup.sh launch/torchvision_operators.py "$requirements/$device"*.txt)

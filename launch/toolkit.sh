@@ -7,9 +7,10 @@ for environment in "${ASCEND_ROOT:-/usr/local/Ascend}"/{cann,ascend-toolkit}/set
   # shellcheck disable=SC1090 # part of the toolkit; exists in the image only
   if [ -f "$environment" ]; then source "$environment"; break; fi
 done
-environment=${ASCEND_ROOT:-/usr/local/Ascend}/nnal/atb/set_env.sh
-# shellcheck disable=SC1090
-if [ -f "$environment" ]; then source "$environment"; fi
+for environment in "${ASCEND_ROOT:-/usr/local/Ascend}"/{nnal/atb,cann/share/info/ascendnpu-ir/bin}/set_env.sh; do
+  # shellcheck disable=SC1090
+  if [ -f "$environment" ]; then source "$environment"; fi
+done
 case $options in *e*) set -e ;; esac
 case $options in *u*) set -u ;; esac
 unset environment options

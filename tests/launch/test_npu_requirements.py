@@ -1,8 +1,8 @@
 """Everything that Dockerfile.npu installs resolves together, as far as a package index has it.
 
 Left out, since no index has them: torch's CPU build, in whose place is an empty wheel with its requirements (torch_npu
-asks for it by name on x86-64), and the wheels of releases: triton-ascend, which requires nothing, sgl_kernel_npu and
-torch_memory_saver for NPUs.
+asks for it by name on x86-64), and the wheels of releases: triton-ascend, whose numpy is ours, sgl_kernel_npu
+and torch_memory_saver for NPUs.
 """
 
 import subprocess

@@ -218,7 +218,7 @@ def test_setup_for_npus_takes_the_versions_of_the_image_and_its_triton_is_last_a
     assert removed.endswith("uninstall --yes triton")
     assert restored.endswith("--force-reinstall --no-deps .venv/npu/wheels/triton_ascend*.whl")
     assert application.endswith("--no-deps --editable .")
-    assert [".venv/bin/python", "-c", "from triton._C.libtriton import ascend"] in commands
+    assert [".venv/bin/python", "-c", "from triton._C.libtriton import ascend; import datasets, pyarrow"] in commands
 
     build = (ROOT / "Dockerfile.npu").read_text()
     steps = ("-r /tmp/application.txt", "uninstall --yes triton", "force-reinstall", "import ascend")
