@@ -137,7 +137,9 @@ DEVICE = Device(
     collective="nccl",
     resource="GPU",
     visibility="CUDA_VISIBLE_DEVICES",
-    engine_flags={"device": "cuda"},
+    # FlashInfer's sum over ranks with a norm, SGLang's choice for Qwen3.5 on Hopper, scales by 1 + weight in bfloat16:
+    # a weight of 0.001 would be 0 or 0.0078.
+    engine_flags={"device": "cuda", "enforce-disable-flashinfer-allreduce-fusion": True},
     # Both sides of a process group must agree on cuMem. Graphs stay out of the memory saver's pool
     # (SGLANG_MEMORY_SAVER_CUDA_GRAPH is not set): with NCCL's registered buffers they hang there.
     engine_env={"POSTTRAIN_ENGINE_DEVICE": "cuda", "NCCL_CUMEM_ENABLE": "0", "NCCL_GRAPH_REGISTER": "0"},

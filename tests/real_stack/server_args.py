@@ -25,7 +25,7 @@ TINY_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32
 SHOWN = (
     "attention_backend sampling_backend linear_attn_backend mamba_radix_cache_strategy page_size "
     "chunked_prefill_size max_prefill_tokens max_running_requests mem_fraction_static disable_radix_cache "
-    "disable_custom_all_reduce speculative_algorithm speculative_num_draft_tokens "
+    "disable_custom_all_reduce flashinfer_allreduce_fusion_backend speculative_algorithm speculative_num_draft_tokens "
     "speculative_use_rejection_sampling enable_draft_weights_cpu_backup disable_overlap_schedule"
 )
 OWN_HEAD_DRAFTS = ("rollout.speculative=mtp",)

@@ -14,7 +14,7 @@ from app.cluster.engine_factory import cores_of_ranks
 from app.config.device import Dtype
 from app.config.weight_sync import SyncMode, Verify
 from app.rollout.engine.sglang_plugin.delta_loader import DeltaLoader
-from app.rollout.engine.sglang_plugin.patches import TRANSPOSED, finish_batch, refresh_convolutions
+from app.rollout.engine.sglang_plugin.patches import TRANSPOSED, clear_padding, finish_batch, refresh_convolutions
 from app.weight_sync.sender import Sender
 from app.weight_sync.transport.base import SENDER_EXTENSION
 from tests.rollout.adapters import logprobs_differ
@@ -128,6 +128,16 @@ def test_a_batch_ends_before_weights_change_and_a_buffer_is_read_before_it_is_fi
         loader._sum_over_ranks = list
         assert loader.from_ipc(lambda *_, **__: (True, "loaded"), None, bucket) == (True, "loaded")
     assert waits == ["cuda", "copy on meta"]
+
+
+def test_padded_rows_read_a_slot_of_the_cache_once_its_memory_is_back() -> None:
+    table = torch.full((3, 4), 9)
+    pool = SimpleNamespace(req_to_token_pool=SimpleNamespace(req_to_token=table))
+    updater = SimpleNamespace(offload_tags={"kv_cache"}, scheduler=pool)
+    for released, row in (({"kv_cache"}, 9), (set(), 0)):
+        updater.offload_tags = released
+        assert clear_padding("reply", updater) == "reply"
+        assert table[:, 0].tolist() == [row, 9, 9]
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ def load() -> None:
     hooks: list[tuple[str, Any, Any]] = [
         (SCHEDULER, require_hooks, HookType.BEFORE),
         (patches.BEGUN, patches.finish_batch, HookType.BEFORE),
+        (patches.RESUMED, patches.clear_padding, HookType.AFTER),
         (patches.LOADED, patches.refresh_convolutions, HookType.AFTER),
         (patches.ADD_REQUEST, patches.add_one_req, HookType.AROUND),
         (delta_loader.LOAD_FROM_COLLECTIVE, loader.from_collective, HookType.AROUND),

@@ -40,6 +40,23 @@ def finish_batch(updater: Any, *_: Any) -> None:
         torch.get_device_module(device).synchronize()
 
 
+# --- on every device: what rows that pad a decode graph's batch read
+
+RESUMED = (
+    "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.resume_memory_occupation"
+)
+
+
+# SGLang 0.5.23 fills its table of KV slots with zeros once. Rows that pad a batch to a captured size read row 0 of it;
+# memory that comes back after a release may hold anything, also slots outside of the cache.
+@torch.inference_mode()
+def clear_padding(reply: Any, updater: Any, *_: Any) -> Any:
+    """Let padded rows read slot 0 again. Hook after memory came back."""
+    if "kv_cache" not in updater.offload_tags:
+        updater.scheduler.req_to_token_pool.req_to_token[0] = 0
+    return reply
+
+
 # --- on a CPU: sampling from a large vocabulary with one random number a request
 
 SAMPLE = "sglang.srt.layers.sampler.sampling_from_probs_torch"
