@@ -32,6 +32,10 @@ class RunState:
     accuracy: float | None = None  # `eval/accuracy` of this step; None if it was not evaluated
     evaluation_due: bool = False  # the run ended before the evaluation of this step: a resume begins with it
 
+    def owes_evaluation(self, last_step: int) -> bool:
+        """Whether this step is yet to be evaluated, in a run that now ends with `last_step`."""
+        return self.evaluation_due or (self.accuracy is None and self.step >= last_step)
+
 
 @dataclass(frozen=True, slots=True)
 class _StoredFile:

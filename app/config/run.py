@@ -61,7 +61,7 @@ class RunConfig:
     steps: int = setting(60, "Training steps of the run.", at_least=1)
     epochs: float | None = setting(
         None,
-        "Times that the run trains on every training row, which sets its steps; null trains for the given steps.",
+        "Times, at least, that the run trains on every training row; sets its steps. null trains for the given steps.",
         above=0,
     )
     resume: str = setting(

@@ -51,6 +51,17 @@ class RowCounts:
         return ", ".join(parts)
 
     @property
+    def epoch(self) -> float:
+        """Prompts until every row was drawn, by the weights of the sets.
+
+        >>> RowCounts({"few": 100, "many": 900}, {}, [], 0, {"few": 1, "many": 1}).epoch
+        1800.0
+        """
+        total = sum(self.weights.values())
+        by_set = (self.train[name] * total / weight for name, weight in self.weights.items())
+        return max(by_set, default=sum(self.train.values()))
+
+    @property
     def facts(self) -> dict[str, int]:
         """Entries of `summary.json`."""
         return {
@@ -66,12 +77,12 @@ def describe_rows(config: DataConfig, loaded: DataRows | None, prompts_per_step:
         return [f"Data: {sets_of(config).text}; rows are counted when the run starts"]
 
     counts = RowCounts.of(loaded.train, loaded.evals, loaded, config.weights)
-    epochs = steps * prompts_per_step / sum(counts.train.values())
+    epochs = steps * prompts_per_step / counts.epoch
     described = "1 step is" if steps == 1 else f"{steps} steps are"
     return [f"Data: {counts.text}; {described} {epochs:.3g} epochs", *(f"  {each}" for each in loaded.warnings)]
 
 
-def steps_of_epochs(epochs: float, rows: int, prompts_per_step: int) -> int:
+def steps_of_epochs(epochs: float, rows: float, prompts_per_step: int) -> int:
     """Return the steps that train on every row `epochs` times; the last one takes the first rows of the next epoch.
 
     >>> steps_of_epochs(2, 40, 16), steps_of_epochs(0.1, 30, 3)

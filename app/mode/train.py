@@ -164,7 +164,7 @@ class TrainingRun:
 
             context = self._context(trainer_workers, version)
             self.workers.supervisor.attach(context.weight_sync.sync_restarted)
-            due = resume_point is not None and resume_point.state.evaluation_due
+            due = resume_point is not None and resume_point.state.owes_evaluation(self.config.steps)
             controller = self.schedule(context, version, evaluation_due=due)
             try:
                 await self.run(controller)

@@ -16,7 +16,7 @@ from app.config.model import ModelConfig
 from app.config.rollout import OWN_HEAD
 from app.config.trainer import Optimizer
 from app.data import rows
-from app.data.counts import describe_rows
+from app.data.counts import RowCounts, describe_rows
 from app.data.prompts import check_template, conversation, rendering_warnings
 from app.data.row import Row
 from app.errors import ConfigError, expect, named
@@ -125,7 +125,7 @@ def data(run: RunInputs) -> Iterator[Finding]:
     if rows.sets_of(config.data).are_local:
         loaded = run.rows
         check_template([*loaded.train, *(row for each in loaded.evals.values() for row in each)], config.data)
-        run.count_steps(len(loaded.train))
+        run.count_steps(RowCounts.of(loaded.train, loaded.evals, loaded, config.data.weights))
     else:
         rows.check_files(config.data, replies=run.replies)
 
@@ -203,7 +203,7 @@ def prompts(run: RunInputs) -> Iterator[Finding]:
         own = prompt.template_kwargs.keys() - {"tools"}
         accepted = f"{', '.join(sorted(own))} for all rows: with an environment those of a row are not accepted"
         expect(not own, f"data.{TEMPLATE_KWARGS}", config.data.chat_template_kwargs, accepted)
-    run.count_steps(len(made.train))
+    run.count_steps(made.counts)
     evaluated = sum(map(len, made.evals.values()))
     yield Finding("prompts", f"{len(made.train):,} to train on, {evaluated:,} to evaluate on")
 

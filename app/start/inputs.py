@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import app.data.prompts as data
 from app.config import Mode, RunConfig
 from app.data import rows
-from app.data.counts import steps_of_epochs
+from app.data.counts import RowCounts, steps_of_epochs
 from app.device import Device, device_of
 from app.errors import named
 from app.model.hf_directory import load_tokenizer, local_folder, locate, own_template, stop_ids
@@ -162,9 +162,9 @@ class RunInputs:
         if self.config.data.demonstrations is not None and DEMONSTRATIONS in saved:
             self.demonstrations.require_same(saved[DEMONSTRATIONS])
 
-    def count_steps(self, prompts: int) -> None:
+    def count_steps(self, counts: RowCounts) -> None:
         """Set the steps of `epochs`."""
         config = self.config
         if config.epochs is not None and self.trains:
-            steps = steps_of_epochs(config.epochs, prompts, config.algorithm.prompts_per_step)
+            steps = steps_of_epochs(config.epochs, counts.epoch, config.algorithm.prompts_per_step)
             self.config = replace(config, steps=steps)

@@ -83,7 +83,7 @@ def play(world: World, *, resumed: RunState | None = None, interrupt_at: float |
             context.checkpoints.rewind(checkpoint)
             version = resumed.version
         run = training_run(world, context)
-        due = resumed is not None and resumed.evaluation_due
+        due = resumed is not None and resumed.owes_evaluation(world.config.steps)
         controller = CONTROLLERS[world.config.placement.kind](context, version, evaluation_due=due)
         task = asyncio.create_task(run.run(controller))
         if interrupt_at is not None:
@@ -211,6 +211,23 @@ def test_a_failed_evaluation_saves_its_step_which_is_evaluated_by_the_resumed_ru
     state = read_state(tmp_path / "checkpoints" / "step_3")
     assert (saved(tmp_path), state.accuracy, state.evaluation_due) == (3, None, True)
     assert len(world.trainer.trained) == 3
+
+
+@BOTH
+def test_a_run_that_now_ends_with_its_checkpoint_evaluates_it(
+    kind: PlacementKind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = a_world(kind, tmp_path, monkeypatch)
+    too_many_rewards_fail(world, monkeypatch)
+    with pytest.raises(RunError, match="too many"):
+        play(world)
+    assert [step for _, step in world.recorder.evaluations][-1] == 3
+    world.config.steps = 4
+    world.trainer.open = None  # as in a new process
+    world.trainer.offloaded.clear()
+    play(world, resumed=read_state(tmp_path / "checkpoints" / "step_4"))
+    assert [step for _, step in world.recorder.evaluations][-1] == 4
+    assert len(world.trainer.trained) == 4
 
 
 # --- interrupts

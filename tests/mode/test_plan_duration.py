@@ -59,6 +59,12 @@ def test_the_seconds_are_those_of_a_hand_calculation() -> None:
     assert estimate.sync == pytest.approx(2 * P / 1e9 * 0.12, rel=1e-9)
     assert estimate.total == max(estimate.generate, estimate.train) + estimate.sync
 
+    # the passes of a reference, and of π_old where a step has several updates
+    for overrides, passes in ((["algorithm.kl=k3"], 1), (["algorithm=gspo", "algorithm.kl=k3"], 2)):
+        scored = flops + passes * (2 * P + 36 * 2 * (prompt + 2048) * 32 * 128)
+        train = seconds(QWEN3_4B, *FOUR_AND_FOUR, *overrides, "offload.optimizer=step").train
+        assert train == pytest.approx(estimate.train * scored / flops, rel=1e-9)
+
     # moments of a rank, both ways in each of two updates, at 45 GB/s
     two = [*FOUR_AND_FOUR, "algorithm.updates_per_step=2"]
     with_copies, without = (seconds(QWEN3_4B, *two, f"offload.optimizer={each}").train for each in ("update", "step"))

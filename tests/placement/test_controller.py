@@ -78,7 +78,7 @@ def measured(*groups: Group) -> dict[str, float]:
 
 def test_the_accept_length_is_tokens_over_the_passes_that_verified_drafts() -> None:
     drafted = group([0.0, 1.0, 1.0], lengths=[10, 2, 1])
-    passes = (3, 2, 0)  # a single token is sampled with the prompt
+    passes = (3, 1, 0)  # the first token of each is sampled with the prompt
     drafted = Group(
         drafted.prompt,
         tuple(
@@ -86,5 +86,5 @@ def test_the_accept_length_is_tokens_over_the_passes_that_verified_drafts() -> N
             for each, count in zip(drafted.trajectories, passes, strict=True)
         ),
     )
-    assert measured(drafted, group([0.0, 1.0], lengths=[7, 7]))["rollout/accept_length"] == 12 / 5
+    assert measured(drafted, group([0.0, 1.0], lengths=[7, 7]))["rollout/accept_length"] == 10 / 4
     assert "rollout/accept_length" not in measured(group([0.0, 1.0]))

@@ -96,6 +96,12 @@ def test_the_steps_of_epochs_are_counted_from_the_prompts_that_are_left(tiny_mod
 
     assert preflight(composed(*line, "epochs=2", "mode=eval")).config.steps == 60
 
+    few = tmp_path / "few.jsonl"
+    few.write_text("".join(json.dumps(row) + "\n" for row in rows[:10]))
+    sets = [f"+data.train_sets.{path.stem}.path={path}" for path in (file, few)]
+    inputs = preflight(composed(*sets, *line[1:], "data.eval_fraction=null", "epochs=1"))
+    assert inputs.config.steps == -(-2 * inputs.prompts.counts.train["rows"] // 16)  # every second prompt is of `few`
+
 
 def test_a_reward_is_tried_on_a_training_row_and_one_of_each_evaluation_set(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -53,15 +53,16 @@ def training_seconds(config: RunConfig, device: Device, model: Architecture) -> 
     products = LORA_FLOPS if config.model.lora.enabled else FORWARD_BACKWARD_FLOPS
     if checkpointing in (Checkpointing.attention, Checkpointing.all):
         products += FORWARD_FLOPS
+    scored = config.algorithm.needs_old_logprobs + config.algorithm.needs_reference  # forward passes before the updates
     # Two products of a token with the half of its sequence that it sees on average, forward and twice that backward.
     attention = 2 * config.rollout.max_tokens * model.full_layers * model.heads * model.head_dim
-    passes = 4 if checkpointing is Checkpointing.all else 3
-    flops = products * model.parameters + passes * attention
+    passes = scored + (4 if checkpointing is Checkpointing.all else 3)
+    flops = (products + FORWARD_FLOPS * scored) * model.parameters + passes * attention
     tokens = step_tokens(config) / config.placement.trainer_ranks
     seconds = flops / (device.peak_tflops * 1e12 * UTILIZATION)
     if model.linear is not None and device.linear_attention is None:
         chunks = config.rollout.max_tokens / DELTA_CHUNK
-        forwards = 1 if checkpointing is Checkpointing.none else 2
+        forwards = scored + (1 if checkpointing is Checkpointing.none else 2)
         widths = LOOP_FORWARD * forwards + LOOP_BACKWARD + LOOP_BACKWARD_CHUNK * chunks
         moved = (model.layers - model.full_layers) * widths * FLOAT32 * model.linear.value_channels
         seconds += moved / (device.memory_gb_per_s * 1e9 * STREAMING_SHARE)

@@ -60,7 +60,7 @@ class Summary:
         accuracy = metrics.get("eval/accuracy")
         if accuracy is not None:
             self.accuracies[step] = accuracy
-            self.values["eval/evaluations"] = self.values.get("eval/evaluations", 0) + 1
+            self.values["eval/evaluations"] = len(self.accuracies)
             self.values.setdefault("eval/accuracy_first", accuracy)
             self.values["eval/accuracy_last"] = accuracy
             if accuracy > self.values.get("eval/accuracy_best", -1.0):
