@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
 
 from app.device.torchvision_shim import transformers
 from tests.tiny_models.tokenizer import build_tokenizer
@@ -35,7 +34,6 @@ PROCESSORS = {
     "preprocessor_config.json": PATCHES | {"image_processor_type": "Qwen2VLImageProcessor"},
     "video_preprocessor_config.json": PATCHES | {"video_processor_type": "Qwen3VLVideoProcessor"},
 }
-VOCABULARY, EOS = 64, 1  # of the model of the comparison with TRL
 
 
 def qwen35_9b() -> Any:
@@ -93,31 +91,3 @@ def save_qwen3(folder: Path, *, tokenizer: Any = None, **shapes: Any) -> Path:
         transformers().Qwen3ForCausalLM(config).save_pretrained(folder)
     (tokenizer or build_tokenizer(4096)).save_pretrained(folder)
     return folder
-
-
-def save_baseline_model(folder: Path) -> Path:
-    """Save a Qwen3 (6 layers, 256 wide) and a tokenizer with the words `w2` … `w63`; return the folder.
-
-    All tokens are about equally likely, and one of them ends the completion. So completions end by chance, after 64
-    tokens on average, with a long tail as in real runs.
-    """
-    vocabulary = {"<pad>": 0, "<eos>": EOS, **{f"w{index}": index for index in range(2, VOCABULARY)}}
-    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = transformers().PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
-    return save_qwen3(
-        folder,
-        tokenizer=tokenizer,
-        vocab_size=VOCABULARY,
-        hidden_size=256,
-        intermediate_size=768,
-        num_hidden_layers=6,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=32,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-        pad_token_id=0,
-        eos_token_id=EOS,
-        bos_token_id=None,
-    )

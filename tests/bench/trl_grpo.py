@@ -1,4 +1,4 @@
-"""The baseline of end_to_end.py: TRL's GRPOTrainer with the same workload on a CPU, in an environment with TRL.
+"""The baseline of real_models.py: TRL's GRPOTrainer with the same workload on a CPU, in an environment with TRL.
 
     python -m venv peer && peer/bin/pip install torch==2.13.0 trl==1.16.0 transformers datasets peft
     peer/bin/python tests/bench/trl_grpo.py --model FOLDER --prompts FILE --steps 8 --microbatch 8 …
@@ -61,12 +61,10 @@ def main() -> None:
     parser.add_argument("--microbatch", type=int, required=True, help="trajectories of a forward and backward pass")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--lora-rank", type=int, default=0, help="of PEFT's adapters on all linear layers; 0: none")
-    parser.add_argument("--chat", action="store_true", help="prompts are messages of a user, in the model's template")
     args = parser.parse_args()
     with open(args.prompts) as file:
-        prompts = [json.loads(line)["question"] for line in file][: args.prompts_per_step * args.steps]
-    if args.chat:
-        prompts = [[{"role": "user", "content": prompt}] for prompt in prompts]
+        questions = [json.loads(line)["question"] for line in file][: args.prompts_per_step * args.steps]
+    prompts = [[{"role": "user", "content": question}] for question in questions]
     lengths: list[int] = []
 
     def reward(completion_ids: list[list[int]], **_: object) -> list[float]:

@@ -8,10 +8,17 @@ import re
 import statistics
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
+from app.device import device_of
+from app.mode.plan.memory import plan_memory
+from app.model.architecture import architecture_of
+from app.utils.units import GIB
 from tests.bench.machine import spread
 from tests.bench.real_models import LORA_SIDES, SIDES
+from tests.bench.to_accuracy import SIDES as TO_ACCURACY
+from tests.compose import composed
 from tests.docs.markdown import PAGES, ROOT
 
 RESULTS = ROOT / "tests" / "bench" / "results"
@@ -89,23 +96,6 @@ def runs_table(title: str, runs: Mapping[str, Result]) -> str:
     return header(title, *RUN_COLUMN_TITLES) + "".join(rows)
 
 
-def end_to_end() -> str:
-    result = load("end_to_end")
-    sides = {"colocate": "ours", "fully_async": "ours_async", "TRL": "trl"}
-    table = runs_table("", {shown: result[side] for shown, side in sides.items()})
-
-    ratios, both = result["ours_over_trl"], result["ours_async_over_trl"]
-    tuned = [run["tokens_per_second"] for run in result["tuning"].values()]
-    text = (
-        f"`colocate` has {number(ratios['tokens_per_second'], '.2f')} × TRL's tokens/s with "
-        f"{number(ratios['peak_pss_mib'], '.2f')} of its memory, `fully_async` "
-        f"{number(both['tokens_per_second'], '.2f')} × with {number(both['peak_pss_mib'], '.2f')}. "
-        f"With larger microbatches or in bfloat16 TRL had {min(tuned):.0f} to {max(tuned):.0f} tokens/s "
-        f"(one run each). {conditions(result, tuple(sides.values()))}"
-    )
-    return f"{table}\n" + prose(text)
-
-
 def real_models() -> str:
     return sides_of_real_models(load("real_models"), SIDES)
 
@@ -143,6 +133,35 @@ def learning() -> str:
     plain = ", ".join([after["grpo colocate"], *seeds["grpo"]])
     text = f"Three seeds of `grpo` in colocate: {plain}; with partial rollouts, `placement.max_staleness=1`: {partial}."
     return "\n".join([*tables, prose(text)])
+
+
+def to_accuracy() -> str:
+    """Minutes to the target and to the end of the runs of TRL and ours, seed by seed."""
+    result = load("to_accuracy")
+    runs, target = result["runs"], result["target"]
+    steps = ", ".join(str(step) for step, *_ in next(iter(runs.values()))["curve"][1:])
+    table = header("", f"minutes to {target:.0%}", "to the last step", f"accuracy after steps {steps}")
+    for name in sorted(runs, key=lambda name: (runs[name]["seed"], TO_ACCURACY.index(runs[name]["side"]))):
+        curve = runs[name]["curve"]
+        reached = next((f"{seconds / 60:.1f}" for _, seconds, found in curve if found >= target), "–")
+        table += row(name, reached, f"{curve[-1][1] / 60:.1f}", ", ".join(f"{found:.0%}" for *_, found in curve[1:]))
+    return f"{table}\n" + prose(f"{target:.0%} held-out accuracy: {shares_of_trl(result)}")
+
+
+def shares_of_trl(result: Result) -> str:
+    """Our time over TRL's with the same seed, to the target and to the last step."""
+    texts = []
+    for side in TO_ACCURACY[1:]:
+        pairs = [
+            (run, result["runs"][f"trl seed {run['seed']}"]) for run in result["runs"].values() if run["side"] == side
+        ]
+        reached = zip(*(result[each]["seconds_to_target"] for each in (side, "trl")), strict=True)
+        shares = spread((ours / theirs for ours, theirs in reached if ours and theirs), 2)
+        ends = spread((ours["curve"][-1][1] / theirs["curve"][-1][1] for ours, theirs in pairs), 2)
+        texts.append(
+            f"`{side}` takes {number(shares, '.2f')} of TRL's time to it, {number(ends, '.2f')} to the last step"
+        )
+    return f"{'; '.join(texts)} (medians of {len(pairs)} seeds, with the least and the largest)."
 
 
 def learning_real() -> str:
@@ -261,13 +280,27 @@ def summary() -> str:
     )
 
 
+def peak(preset: str) -> str:
+    """The memory peak of an accelerator's experiment, as `mode=plan` estimates it."""
+    config = composed(f"experiment={preset}")
+    device, model = device_of(config.device.kind), architecture_of(config.model)
+    assert model is not None
+    plan = plan_memory(config, device, model)
+    phase, total = plan.peak_phase, plan.capacity.bytes / GIB
+    used, left = (f"{each:.2f}" for each in (phase.bytes / GIB, total - phase.bytes / GIB))
+    return f"Estimated memory peak: {phase.device}, {phase.name}, {used} of {total:g} GiB, {left} GiB left.\n"
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
+    f"peak_{each.stem}": partial(peak, each.stem) for each in (ROOT / "conf" / "experiment").glob("*.yaml")
+}
+BLOCKS |= {
     block.__name__: block
     for block in (
         trainer,
-        end_to_end,
         real_models,
         real_models_lora,
+        to_accuracy,
         learning,
         learning_real,
         gsm8k,
