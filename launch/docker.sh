@@ -106,7 +106,8 @@ done
 while read -r name; do
   case $name in
     *_HOME | *_DIR | *_CACHE | *_FILE | *_PATH) ;;
-    HF_* | WANDB_* | CLEARML_* | NCCL_* | HCCL_* | GLOO_* | SGLANG_* | *_proxy | *_PROXY) options+=(-e "$name") ;;
+    HF_* | WANDB_* | CLEARML_* | NCCL_* | HCCL_* | GLOO_* | SGLANG_* | *_proxy | *_PROXY | POSTTRAIN_*_KEY) options+=(-e "$name") ;;
+    ASCEND_USE_FIA | CPU_AFFINITY_CONF | HEALTH_MINUTES | PYTORCH_NPU_ALLOC_CONF | TASK_QUEUE_ENABLE) options+=(-e "$name") ;;
   esac
 done < <(compgen -e)
 [ -z "$code" ] || options+=(-e "PYTHONPATH=$code")

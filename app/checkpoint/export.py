@@ -15,8 +15,10 @@ import asyncio
 import contextlib
 import re
 import shutil
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from app.checkpoint.folder import latest
 from app.checkpoint.manager import CheckpointManager
@@ -129,7 +131,12 @@ def _write(checkpoint: Path, source: Path, run: Path, lora: LoraConfig, out: Pat
 
     adapters = dict(read_weights(checkpoint))
     export(source, merged(source, adapters, lora.scale), out, dtype)
-    export_adapter(adapters, adapter_config(lora, adapters, str(source)), out / ADAPTER)
+    export_adapter(adapters, adapter_config(lora, adapters, _hub_base(config) or str(source)), out / ADAPTER)
+
+
+def _hub_base(config: Mapping[str, Any]) -> str | None:
+    base = config.get("model.path")
+    return base if base and not is_path(base) and not ModelConfig(path=base).local.exists() else None
 
 
 def model_card(run: Path, source: Path, step: int, *, adapter: bool = False) -> str:
@@ -138,7 +145,7 @@ def model_card(run: Path, source: Path, step: int, *, adapter: bool = False) -> 
 
     config, _ = read_config(run)
     base, data = config.get("model.path"), config.get("data.path")
-    hub_base = base if base and not is_path(base) and not ModelConfig(path=base).local.exists() else None
+    hub_base = _hub_base(config)
     hub_data = data if isinstance(data, str) and is_remote(data) and not Path(data).exists() else None
     base_name = hub_base or (Path(base).name if base else config.get("model.name", source.name))
     imitated = config.get("mode") == Mode.sft.name
