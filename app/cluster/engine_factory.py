@@ -45,18 +45,24 @@ class EngineFactory:
         rollout = self.config.rollout
         spec = replace(
             self._spec(f"engine {index}", f"engine_host_{index}.log"),
-            releases_memory=self.device.shares_memory and self.config.offload.engine,
+            releases_memory=self.config.shared_devices and self.device.shares_memory and self.config.offload.engine,
             serves_adapters=self.config.serves_adapters,
         )
         if rollout.urls:
-            return _host(replace(spec, url=rollout.urls[index], key=os.environ.get(ENGINE_KEY)), {"num_cpus": 0})
+            key, width = os.environ.get(ENGINE_KEY), rollout.tensor_parallel
+            return _host(replace(spec, url=rollout.urls[index], key=key, tensor_parallel=width), {"num_cpus": 0})
 
         server = self._server(spec.name, self.model_path, self.config.rollout.tensor_parallel)
         server = replace(
             server,
             port=0 if rollout.port is None else rollout.port + index,
             flags=engine_flags(self.config, self.device, index=index, restarts=restarts, resumed_at=self.resumed_at),
-            environment={**server.environment, **self.placement.engine_environment(index)},
+            environment={
+                **server.environment,
+                **self.placement.engine_environment(index),
+                # SGLang gives a draft the policy's context, and refuses one that was trained on shorter texts.
+                **({"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"} if rollout.drafts else {}),
+            },
         )
         return _host(replace(spec, server=server), self.placement.engine_options(index))
 

@@ -123,8 +123,14 @@ def _fits(schema: Mapping[str, Any], value: Any) -> bool:
         return any(type(value) is type(choice) and value == choice for choice in schema["enum"])
 
     kind = schema.get("type")
+    if isinstance(kind, list):
+        return any(_fits({**schema, "type": each}, value) for each in kind)
     if kind == "array":
-        return isinstance(value, list) and all(_fits(schema["items"], item) for item in value)
+        if not isinstance(value, list):
+            return False
+        first = schema.get("prefixItems", [])  # of a tuple
+        rest = [schema.get("items") or {}] * (len(value) - len(first))
+        return len(value) >= len(first) and all(map(_fits, [*first, *rest], value))
     if kind == "integer":
         return isinstance(value, int) and not isinstance(value, bool)
     if kind == "number":

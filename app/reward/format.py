@@ -1,14 +1,23 @@
 r"""Reward component `format`: 1 if the completion marks a final answer with `\boxed{…}` or `#### …`; else 0.
 
-Completions are untrusted, so extraction is linear in the length of the text.
+Reasoning, up to the last `</think>`, is left out. Completions are untrusted, so extraction is linear in the length of
+the text.
 """
 
+import re
 from collections.abc import Sequence
 
 from app.types import Trajectory
 
 BOXED = r"\boxed{"
-HASHES = "####"
+HASHES = re.compile(r"####[ \t]*([^\n]*)")
+REASONING_END = "</think>"
+STATED = re.compile(r"(?i:\banswer\s*(?:is\b|:))[\s:*]*([^\n]+)")
+# What stands after #### in markdown, and is no answer.
+HEADING = re.compile(
+    r"(?i)\W*(?:(?:step|part|case|phase|method|approach|section)\b|\d+[.):]\s+[^\W\d]|"
+    r"(?:(?:the|final|my) )*(?:answer|solution|conclusion|result|check|verification|explanation|reasoning)\b\W*$)"
+)
 
 
 def format(trajectories: Sequence[Trajectory]) -> list[float]:
@@ -24,9 +33,12 @@ def extract_final_answer(text: str) -> str | None:
     >>> extract_final_answer("2 + 2 = 4\n#### 4")
     '4'
     """
-    _, mark, rest = text.rpartition(HASHES)
-    after_hashes = rest.strip(" \t").split("\n", 1)[0].strip() if mark else ""
-    return _boxed(text) or after_hashes or None
+    text = text.rpartition(REASONING_END)[2]
+    if boxed := _boxed(text):
+        return boxed
+    stated = max((found.start() for found in STATED.finditer(text)), default=-1)
+    marks = [found for found in HASHES.finditer(text) if found.end() > stated and not HEADING.match(found[1])]
+    return marks[-1][1].strip() or None if marks else None
 
 
 def _boxed(text: str) -> str | None:

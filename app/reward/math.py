@@ -1,8 +1,9 @@
 r"""Reward component `math`: 1 if math-verify finds the completion's final answer equal to the reference; else 0.
 
-The final answer is the last `\boxed{…}`, else the text after the last `####`, else all of the text or what follows
-"answer is" if that is the reference, else what math-verify finds at the end of the text (a last number). Words are
-compared as words: as mathematics, "Paris" would equal "sPiar". So are dates, times and ranges: `3-5` would be -2.
+The final answer is the last `\boxed{…}`, else the text after the last `####` that is no heading, else what follows the
+last "answer is", else all of the text if that is the reference, else what math-verify finds at the end of the text (a
+last number). Reasoning, up to the last `</think>`, is left out. Words are compared as words: as mathematics, "Paris"
+would equal "sPiar". So are dates, times and ranges: `3-5` would be -2.
 
 Invariants:
 - Both sides are parsed by the same rules.
@@ -16,9 +17,10 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-from math_verify import parse, verify
+from latex2sympy2_extended.latex2sympy2 import NormalizationConfig
+from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-from app.reward.format import extract_final_answer
+from app.reward.format import REASONING_END, STATED, extract_final_answer
 from app.types import Trajectory
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # silences its warning that no timeout is set
@@ -44,8 +46,18 @@ UNIT_NAMES = {"lb": "pound", "oz": "ounce", "feet": "foot", "ft": "foot", "inche
 DATE_OR_TIME = re.compile(r"(?i)\d{1,4}(?:-\d{1,2}){2}|\d+/\d+/\d+|\d\d?:[0-5]\d(?::[0-5]\d)?(?: ?[ap]\.?m\.?)?")
 RANGE = re.compile(r"\d+(?:[.,]\d+)*-\d+(?:[.,]\d+)*(?: [^\W\d_]+)*")
 DASH = re.compile(r"(?<=\d)\s*(?:-+|[–—]|\bto\b)\s*(?=\d)")
-OPTION = re.compile(r"^\(?([A-Z])\)?(?:[.):]\s.*)?$")  # (C), C. Paris
-STATED = re.compile(r"(?i:\banswer\s*(?:is\b|:))[\s:*]*([^\n]+)")
+OPTION = re.compile(r"^(?:\(([A-Z])\)(?:\\?\s[^A-Z(]*)?|\(?([A-Z])\)?(?:[.):]\s.*)?)$")  # (C), (C) 12, C. Paris
+# The question as a formula, which math-verify would compute
+UNEVALUATED = re.compile(r"\\(?:sum|prod|int|lim|gcd|lcm|lfloor|lceil)\b|[^\d\s].*\\?[bp]?mod\b")
+NUMBER = re.compile(r"[-+]?[\d.,]+")
+# Letters behind a number that are no unit: math-verify would leave them out, as it does units.
+VARIABLES = re.compile(r"[\d}](?!(?:cm|ft|kg|km|lb|mg|mm|oz|[ghlms])$)[a-zA-Z]{1,2}$")
+VARIABLES_KEPT = (
+    LatexExtractionConfig(
+        normalization_config=NormalizationConfig(malformed_operators=True, nits=True, boxed="all", units=False)
+    ),
+    ExprExtractionConfig(),
+)
 # numbers, operators and letters, in words
 NOT_UNITS = re.compile(
     r" (?:alpha|and|beta|cubed|delta|epsilon|factorial|gamma|half|halves|lambda|minus|omega|or|over|phi|plus|psi|rho|"
@@ -80,12 +92,15 @@ def equal(reference: str, text: str) -> bool:
         raise ValueError(f"the reference answer {reference!r} is empty")
 
     as_text = _is_word(expected) or DATE_OR_TIME.fullmatch(expected) or RANGE.fullmatch(DASH.sub("-", expected))
+    text = text.rpartition(REASONING_END)[2]
     marked = extract_final_answer(text)
     if marked is None:
         tail = text[-TAIL:]
         last_words = "" if _is_word(expected) or not as_text else " ".join(tail.split()[-len(expected.split()) :])
-        stated = [tail if len(text) <= TAIL else "", last_words, *STATED.findall(tail)[-1:]]
-        if _plain(expected) in [_plain(_clean(each)) for each in stated]:
+        possible = [tail if len(text) <= TAIL else "", last_words]
+        if stated := [*STATED.finditer(tail)][-1:]:
+            tail, possible = stated[0][0], [stated[0][1]]  # the last of several
+        if _plain(expected) in [_plain(_clean(each)) for each in possible]:
             return True
         return not (as_text or _other_unit(reference, tail.rstrip(TRAILING))) and _verify_last(expected, tail)
 
@@ -93,6 +108,8 @@ def equal(reference: str, text: str) -> bool:
     if _plain(answer) == _plain(expected):
         return True
     if as_text or DATE_OR_TIME.fullmatch(answer) or _other_unit(reference, marked):
+        return False
+    if NUMBER.fullmatch(expected) and UNEVALUATED.search(answer):
         return False
     if _verify(expected, answer):
         return True
@@ -107,7 +124,7 @@ def equal(reference: str, text: str) -> bool:
 
 def _plain(answer: str) -> str:
     """Return an answer as text that is compared as it is: `(B)` as B, `3 to 5` as 3-5, words in small letters."""
-    answer = OPTION.sub(r"\1", DASH.sub("-", answer))
+    answer = OPTION.sub(r"\1\2", WRAPPER.sub(r"\1", DASH.sub("-", answer)))
     return answer.casefold() if _is_word(answer) or DATE_OR_TIME.fullmatch(answer) else answer
 
 
@@ -160,6 +177,8 @@ def _verify_last(expected: str, text: str) -> bool:
 def _parse(answer: str) -> list[Any]:
     """Parse a whole answer with math-verify, into expressions and their text: `50%` as 50 and as 50/100."""
     number = answer.removesuffix("%")
+    if VARIABLES.search(number):
+        return parse(f"\\boxed{{{number}}}", VARIABLES_KEPT, parsing_timeout=None)
     parsed = parse(f"\\boxed{{{number}}}", parsing_timeout=None)
 
     # math-verify reads a percent sign after a formula, and none inside

@@ -100,13 +100,13 @@ def test_an_export_changes_the_adapted_weights_alone_and_keeps_their_dtype(tmp_p
     tensors = load_file(source / "model.safetensors")
     rounded = {name: tensor.bfloat16() for name, tensor in tensors.items()}
     save_file(rounded, source / "model.safetensors", metadata={"format": "pt"})
-    step = trained(source, run, replace(LORA, targets=["q_proj", "in_proj_qkv", "in_proj_z"]))
+    step = trained(source, run, replace(LORA, targets=["q_proj", "v_proj", "in_proj_qkv", "in_proj_z"]))
     after = load_file(export_run(config_of(source), run) / "model.safetensors")
     assert {name: tensor.dtype for name, tensor in after.items()} == dict.fromkeys(rounded, torch.bfloat16)
 
     changed = {name for name in after if not torch.equal(after[name], rounded[name])}
-    assert {name.split(".")[-2] for name in changed} == {"q_proj", "in_proj_qkv", "in_proj_z"}
-    assert len(changed) == 1 + 3 * 2
+    assert {name.split(".")[-2] for name in changed} == {"q_proj", "v_proj", "in_proj_qkv", "in_proj_z"}
+    assert len(changed) == 2 + 3 * 2
     attention: Any = step.model.layers[3].self_attn
     layer = attention.q_proj
     merged = layer.weight.float() + layer.scale * layer.lora_B @ layer.lora_A

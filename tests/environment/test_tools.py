@@ -188,6 +188,21 @@ def test_arguments_are_given_as_the_hints_say_and_a_string_stands_for_the_value_
 
 
 @pytest.mark.parametrize(
+    ("schema", "right", "wrong"),
+    [
+        ({"type": "array", "prefixItems": [{"type": "integer"}, {"type": "string"}]}, [1, "a"], ["a", 1]),
+        ({"type": ["string", "null"]}, None, 1),
+        ({"type": "array"}, [1, "a"], 1),
+    ],
+)
+def test_schemas_of_other_programs_are_read(schema: dict[str, Any], right: Any, wrong: Any) -> None:
+    act = {"function": {"parameters": {"properties": {"cell": schema}, "required": ["cell"]}}}
+    assert checked(act, {"cell": right}) == {"cell": right}
+    with pytest.raises(ValueError, match="cell must be"):
+        checked(act, {"cell": wrong})
+
+
+@pytest.mark.parametrize(
     ("names", "problem"),
     [
         ([], "environment.tools=[] is not accepted: give dotted paths"),

@@ -206,6 +206,8 @@ ANSWERS = {
     "an unclosed draft": f"```python\nfor\n\nBetter:\n```python\n{SCRIPT}```\n",
     "an odd fence": f"```\nHm. Better:\n```python\n{SCRIPT}```\n",
     "a command below it": f"```python\n{SCRIPT}```\n```bash\npython solution.py\n```\n",
+    "words behind the closing fence": f"```python\n{SCRIPT}``` This works because of x.\n",
+    "a point behind the closing fence": f"```python\n{SCRIPT}```.\n",
     "code in a line": f"```python\n{SCRIPT}```\nHere ```int``` is needed.",
 }
 

@@ -182,6 +182,12 @@ def test_names_that_a_test_needs_are_not_those_of_the_program(patient: Judge) ->
     assert patient.passed("def f(x):\n    return 2.5\n", row) == 1
 
 
+def test_a_program_ends_no_loop_of_a_test(patient: Judge) -> None:
+    row = read_tests({"test_list": ["assert all(map(lambda pair: f(pair[0]) == pair[1], [(1, 2), (3, 4)]))"]})
+    assert patient.passed("def f(x):\n    raise StopIteration\n", row) == 0
+    assert patient.passed("def f(x):\n    return x + 1\n", row) == 1
+
+
 def test_an_endless_test_of_the_programs_values_ends_at_the_deadline(judge: Judge) -> None:
     row = Asserts("", ["assert sum(1 for _ in range(f(3))) < 0"])
     begin = time.monotonic()

@@ -138,6 +138,13 @@ async def test_a_call_that_fails_says_which_engine_and_why(handler: Handler, sen
     assert sentence.format(url=url) in error
 
 
+async def test_a_server_of_another_width_is_refused(ray_session: None, tmp_path: Path) -> None:
+    async with serving(health=replying("{}"), server_info=replying('{"tp_size": 2}')) as url:
+        engine = remote(host_spec(tmp_path, name="engine 1", url=url))
+        with pytest.raises(EngineError, match=r"has tp_size=2, and not rollout\.tensor_parallel=1"):
+            await engine.start(60)
+
+
 async def test_the_members_of_a_group_have_their_own_request_ids(ray_session: None, tmp_path: Path) -> None:
     bodies: list[dict[str, Any]] = []
 
@@ -146,7 +153,8 @@ async def test_the_members_of_a_group_have_their_own_request_ids(ray_session: No
         bodies.append(body)
         return web.json_response([answer([(-0.5, 7)], "stop") for _ in body["rid"]])
 
-    async with serving(health=replying("{}"), server_info=replying("{}"), generate=generate) as url:
+    routes = dict.fromkeys(("health", "server_info", "continue_generation"), replying("{}"))
+    async with serving(**routes, generate=generate) as url:
         engine = remote(host_spec(tmp_path, name="engine 1", url=url))
         await engine.start(60)
         for name in ("data/0@0", "data/0@1", "data/1@0", "data/0@0"):

@@ -7,8 +7,16 @@ from app.errors import expect
 
 # Decays of linear attention: engines compute them in one kernel that takes no adapters.
 DECAYS = ("in_proj_a", "in_proj_b", "in_proj_ba")
-# Projections that engines compute as one: they take adapters of all of them, or of none.
-FUSED = ("in_proj_qkv", "in_proj_z")
+# Engines compute some projections as one, and take an adapter of one only beside those of others. For a missing key
+# projection, or one of `up_proj` beside `gate_proj`, SGLang fills in zeros.
+BESIDE = {
+    "q_proj": ("v_proj",),
+    "k_proj": ("q_proj", "v_proj"),
+    "v_proj": ("q_proj",),
+    "up_proj": ("gate_proj",),
+    "in_proj_qkv": ("in_proj_z",),
+    "in_proj_z": ("in_proj_qkv",),
+}
 
 
 def is_adapted(name: str, targets: Sequence[str]) -> bool:
@@ -17,12 +25,12 @@ def is_adapted(name: str, targets: Sequence[str]) -> bool:
 
 
 def check_targets(targets: Sequence[str], known: set[str]) -> None:
-    """Raise `ConfigError` if a target is not one of the decoder's linear layers, or half of a fused one."""
+    """Raise `ConfigError` if a target is none of the decoder's linear layers, or lacks one that it needs beside it."""
     accepted = f"[{ALL_LINEAR}], or some of {', '.join(sorted(known))}"
     unknown = [name for name in targets if name not in known and name != ALL_LINEAR]
     expect(not unknown, "model.lora.targets", list(targets), accepted)
 
-    fused = [name for name in FUSED if name in known]
-    chosen = [name for name in fused if name in targets]
-    whole = chosen in ([], fused)
-    expect(whole, "model.lora.targets", list(targets), f"{' and '.join(fused)} both or neither: engines fuse them")
+    for name in targets:
+        missing = [other for other in BESIDE.get(name, ()) if other in known and other not in targets]
+        accepted = f"{' and '.join(missing)}, too: engines compute them and {name} as one"
+        expect(not missing, "model.lora.targets", list(targets), accepted)

@@ -11,12 +11,13 @@ from typing import Any
 from app.reward.code.judge import Judge
 from app.reward.code.row_tests import read_tests
 from app.reward.code.sandbox import LocalSandbox
+from app.reward.format import REASONING_END
 from app.types import Trajectory
 
 BACKTICKS = "```"
 FENCE = re.compile(r"([ \t]*)(`{3,}|~{3,})([^`]*)")  # indentation, fence, language and maybe a title
+OPENS = re.compile(r"[\w+#.-]*\w(?:\s+(?:title=|\{).*)?")  # what stands behind a fence that opens a block
 PYTHON = re.compile(r"\W*(?i:python|py)[\d.]*(?![\w-])")
-REASONING_END = "</think>"
 
 
 class code:  # noqa: N801  a component has its name
@@ -66,13 +67,14 @@ def blocks(text: str) -> Iterator[tuple[str, str]]:
         found = FENCE.fullmatch(line)
         inside = found and fence and len(found[1]) > len(indent) + 3
         before, opened, late = line.rstrip().rpartition(BACKTICKS)
-        if found and not inside and (fence is None or found[3].strip()):
+        if found and not inside and (fence is None or OPENS.fullmatch(found[3].strip())):
             indent, fence, language, lines = found[1], found[2], found[3].strip(), []
         elif fence is None and opened and "`" not in before and PYTHON.fullmatch(late):  # Such as: ```python
             indent, fence, language, lines = "", opened, late, []
         elif fence is not None:
-            closes = not inside and line.rstrip().endswith(fence)
-            last = line.rstrip().rstrip(fence[0])
+            alone = bool(found and found[2].startswith(fence))  # with words behind it, or none
+            closes = not inside and (alone or line.rstrip().endswith(fence))
+            last = "" if alone else line.rstrip().rstrip(fence[0])
             if last.strip() or not closes:
                 lines.append(last if closes else line.removeprefix(indent))
             if closes:

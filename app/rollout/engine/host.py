@@ -49,6 +49,8 @@ class EngineHost:
     async def start(self) -> dict[str, Any]:
         info = await self._connection.start()
         client = self._connection.client()
+        if self.spec.url:  # an earlier run may have ended while it was paused
+            await self._connection.control("/continue_generation", {})
         self._connection.watch(stall(client, self._requests.progress, self._sampling, self.spec.stall_timeout_s))
         if self.spec.serves_adapters:
             from app.rollout.engine.served_adapters import Adapters, adapter_limit

@@ -35,6 +35,7 @@ class HostSpec:
     serves_adapters: bool = False  # True: every request names an adapter, and the weights of the model stay
     server: ServerSpec | None = None
     url: str | None = None
+    tensor_parallel: int = 1  # that a sync to the server at `url` counts on
     key: str | None = field(default=None, repr=False)
     # Ray resource and visibility variable: `server` gets the devices that Ray gave to this actor, if it gave any.
     devices: tuple[str, str] | None = None
@@ -130,6 +131,10 @@ class ServerConnection:
                         f"{self._spec.name} at {self._spec.url} runs SGLang {version}: servers of rollout.urls must "
                         f"run SGLang {OLDEST_SGLANG} or newer"
                     )
+            for name, value in {"tp_size": self._spec.tensor_parallel, "pp_size": 1, "dp_size": 1}.items():
+                if (found := info.get(name, value)) != value:  # some ranks would keep their weights in a sync
+                    expected = f"rollout.tensor_parallel={value}" if name == "tp_size" else str(value)
+                    raise EngineError(f"{self._spec.name} at {self._spec.url} has {name}={found}, and not {expected}")
         return info
 
     async def stop(self) -> None:

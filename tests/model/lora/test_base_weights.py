@@ -44,7 +44,7 @@ def test_unreadable_weights_are_a_configuration_error(path: Path) -> None:
 
 def test_targets_are_compared_with_the_weights_before_anything_starts(path: Path, tmp_path: Path) -> None:
     require_targets(path, LoraConfig(rank=4))
-    require_targets(path, LoraConfig(rank=4, targets=["q_proj", "down_proj"]))
+    require_targets(path, LoraConfig(rank=4, targets=["q_proj", "v_proj", "down_proj"]))
     linear = save_qwen35(tmp_path / "linear")
     require_targets(linear, LoraConfig(rank=4, targets=["in_proj_qkv", "in_proj_z", "out_proj"]))
     for folder, targets, accepted in (
@@ -53,7 +53,10 @@ def test_targets_are_compared_with_the_weights_before_anything_starts(path: Path
         (path, ["lm_head"], "down_proj"),
         (path, ["input_layernorm"], "down_proj"),
         (linear, ["in_proj_b"], "in_proj_qkv, in_proj_z"),
-        (linear, ["in_proj_z"], "in_proj_qkv and in_proj_z"),
+        (linear, ["in_proj_z"], "in_proj_qkv"),
+        (path, ["q_proj", "o_proj"], "v_proj"),
+        (path, ["k_proj", "v_proj"], "q_proj"),
+        (path, ["up_proj"], "gate_proj"),
     ):
         with refused("model.lora.targets", targets, accepted):
             require_targets(folder, LoraConfig(rank=4, targets=targets))
