@@ -48,7 +48,7 @@ RANGE = re.compile(r"\d+(?:[.,]\d+)*-\d+(?:[.,]\d+)*(?: [^\W\d_]+)*")
 DASH = re.compile(r"(?<=\d)\s*(?:-+|[–—]|\bto\b)\s*(?=\d)")
 OPTION = re.compile(r"^(?:\(([A-Z])\)(?:\\?\s[^A-Z(]*)?|\(?([A-Z])\)?(?:[.):]\s.*)?)$")  # (C), (C) 12, C. Paris
 # The question as a formula, which math-verify would compute
-UNEVALUATED = re.compile(r"\\(?:sum|prod|int|lim|gcd|lcm|lfloor|lceil)\b|[^\d\s].*\\?[bp]?mod\b")
+UNEVALUATED = re.compile(r"\\(?:sum|prod|int|lim|gcd|lcm|lfloor|lceil)(?![a-z])|[^\d\s].*\\?[bp]?mod\b")
 NUMBER = re.compile(r"[-+]?[\d.,]+")
 # Letters behind a number that are no unit: math-verify would leave them out, as it does units.
 VARIABLES = re.compile(r"[\d}](?!(?:cm|ft|kg|km|lb|mg|mm|oz|[ghlms])$)[a-zA-Z]{1,2}$")
