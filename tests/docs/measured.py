@@ -220,21 +220,6 @@ def overlap() -> str:
     return f"{table}\n" + prose(f"Sampling that is discarded because a completion outlasts the bound: {lost}.")
 
 
-def probe() -> str:
-    result = load("probe")
-    shares = result["quickstart"]
-    rows = [
-        row(placement, *(number(shares[placement][name], ".2%") for name in ("of_step_time", "of_sampled_tokens")))
-        for placement in shares
-    ]
-    largest = max(result["presets"].values())
-    return (
-        header("quickstart, 60 steps", "of the steps' time", "of the sampled tokens")
-        + "".join(rows)
-        + f"\nOf the presets' computation it is at most {100 * largest:.4f} %, by count (`tests.bench.probe`).\n"
-    )
-
-
 UNITS = {"compute": (1e12, "TFLOP"), "memory": (1e9, "GB"), "link": (1e9, "GB over the link")}
 
 
@@ -305,7 +290,6 @@ BLOCKS |= {
         learning_real,
         gsm8k,
         overlap,
-        probe,
         summary,
         roofline,
     )

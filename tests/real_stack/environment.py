@@ -42,7 +42,8 @@ def npu_environment(folder: Path) -> tuple[Path, Path]:
     application = [f"{name}=={pin}" for name, pin in pins.items() if name not in ("torch", "torch_npu")]
     index = os.environ.get("TORCH_INDEX_URL")
     _pip(python, *torch, *(("--index-url", index) if index else ()))
-    _pip(python, "-c", str(constraints), *application, *imported_by_sglang(), "renderers", "pytest")
+    imported = [each for each in imported_by_sglang() if each.partition("==")[0] not in pins]
+    _pip(python, "-c", str(constraints), *application, *imported, "renderers", "pytest")
     _pip(python, "--no-deps", f"torch_npu=={pins['torch_npu']}", *without_dependencies(), "--editable", str(ROOT))
     return ROOT, python
 

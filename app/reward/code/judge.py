@@ -303,6 +303,6 @@ def same_lines(found: str, expected: str) -> bool:
 
 def _same_numbers(found: Sequence[Decimal], expected: Sequence[Decimal]) -> bool:
     return len(found) == len(expected) and all(
-        one == other or (other % 1 != 0 and abs(one - other) <= Decimal("1e-6") * max(1, abs(other)))
+        one == other or (other % 1 != 0 and abs(one - other) <= Decimal("1e-6") * max(Decimal(1), abs(other)))
         for one, other in zip(found, expected, strict=True)
     )
