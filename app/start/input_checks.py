@@ -32,7 +32,7 @@ from app.model.architecture import (
 )
 from app.model.hf_directory import identity, load_tokenizer, require_complete, require_window
 from app.model.lora.base_weights import has_own_head, require_targets
-from app.model.lora.targets import check_targets
+from app.model.lora.targets import check_served, check_targets
 from app.start.environments import require_rendering
 from app.start.inputs import CheckStage, CheckStatus, Finding, RunInputs
 from app.tracking.dashboards import require_trackers
@@ -174,6 +174,8 @@ def model_files(run: RunInputs) -> None:
     require_window(run.model_path, tokens=config.rollout.max_tokens)
     if config.model.lora.enabled:
         require_targets(run.model_path, config.model.lora)
+        if config.engines:
+            check_served(config.model.lora.targets)
     if (known := from_config(fields or {})) is not None:
         draft_of(config.rollout, known)
     if config.rollout.speculative == OWN_HEAD:

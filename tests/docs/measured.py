@@ -17,7 +17,6 @@ from app.model.architecture import architecture_of
 from app.utils.units import GIB
 from tests.bench.machine import spread
 from tests.bench.real_models import LORA_SIDES, SIDES
-from tests.bench.to_accuracy import SIDES as TO_ACCURACY
 from tests.compose import composed
 from tests.docs.markdown import PAGES, ROOT
 
@@ -135,35 +134,6 @@ def learning() -> str:
     return "\n".join([*tables, prose(text)])
 
 
-def to_accuracy() -> str:
-    """Minutes to the target and to the end of the runs of TRL and ours, seed by seed."""
-    result = load("to_accuracy")
-    runs, target = result["runs"], result["target"]
-    steps = ", ".join(str(step) for step, *_ in next(iter(runs.values()))["curve"][1:])
-    table = header("", f"minutes to {target:.0%}", "to the last step", f"accuracy after steps {steps}")
-    for name in sorted(runs, key=lambda name: (runs[name]["seed"], TO_ACCURACY.index(runs[name]["side"]))):
-        curve = runs[name]["curve"]
-        reached = next((f"{seconds / 60:.1f}" for _, seconds, found in curve if found >= target), "–")
-        table += row(name, reached, f"{curve[-1][1] / 60:.1f}", ", ".join(f"{found:.0%}" for *_, found in curve[1:]))
-    return f"{table}\n" + prose(f"{target:.0%} held-out accuracy: {shares_of_trl(result)}")
-
-
-def shares_of_trl(result: Result) -> str:
-    """Our time over TRL's with the same seed, to the target and to the last step."""
-    texts = []
-    for side in TO_ACCURACY[1:]:
-        pairs = [
-            (run, result["runs"][f"trl seed {run['seed']}"]) for run in result["runs"].values() if run["side"] == side
-        ]
-        reached = zip(*(result[each]["seconds_to_target"] for each in (side, "trl")), strict=True)
-        shares = spread((ours / theirs for ours, theirs in reached if ours and theirs), 2)
-        ends = spread((ours["curve"][-1][1] / theirs["curve"][-1][1] for ours, theirs in pairs), 2)
-        texts.append(
-            f"`{side}` takes {number(shares, '.2f')} of TRL's time to it, {number(ends, '.2f')} to the last step"
-        )
-    return f"{'; '.join(texts)} (medians of {len(pairs)} seeds, with the least and the largest)."
-
-
 def learning_real() -> str:
     runs = sorted(load("learning_real")["runs"], key=lambda run: run["overrides"])
     steps = sorted({step for run in runs for step in run["accuracies"]}, key=int)
@@ -277,7 +247,9 @@ def peak(preset: str) -> str:
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
-    f"peak_{each.stem}": partial(peak, each.stem) for each in (ROOT / "conf" / "experiment").glob("*.yaml")
+    f"peak_{each.stem}": partial(peak, each.stem)
+    for device in ("cuda", "npu")
+    for each in (ROOT / "conf" / "experiment").glob(f"{device}*.yaml")
 }
 BLOCKS |= {
     block.__name__: block
@@ -285,7 +257,6 @@ BLOCKS |= {
         trainer,
         real_models,
         real_models_lora,
-        to_accuracy,
         learning,
         learning_real,
         gsm8k,

@@ -99,7 +99,7 @@ def test_the_steps_of_epochs_are_counted_from_the_prompts_that_are_left(tiny_mod
     few = tmp_path / "few.jsonl"
     few.write_text("".join(json.dumps(row) + "\n" for row in rows[:10]))
     sets = [f"+data.train_sets.{path.stem}.path={path}" for path in (file, few)]
-    inputs = preflight(composed(*sets, *line[1:], "data.eval_fraction=null", "epochs=1"))
+    inputs = preflight(composed(*sets, *line[1:], "epochs=1"))
     assert inputs.config.steps == -(-2 * inputs.prompts.counts.train["rows"] // 16)  # every second prompt is of `few`
 
 

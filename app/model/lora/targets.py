@@ -25,12 +25,15 @@ def is_adapted(name: str, targets: Sequence[str]) -> bool:
 
 
 def check_targets(targets: Sequence[str], known: set[str]) -> None:
-    """Raise `ConfigError` if a target is none of the decoder's linear layers, or lacks one that it needs beside it."""
+    """Raise `ConfigError` if a target is not one of the decoder's linear layers."""
     accepted = f"[{ALL_LINEAR}], or some of {', '.join(sorted(known))}"
     unknown = [name for name in targets if name not in known and name != ALL_LINEAR]
     expect(not unknown, "model.lora.targets", list(targets), accepted)
 
+
+def check_served(targets: Sequence[str]) -> None:
+    """Raise `ConfigError` if engines cannot serve adapters of these layers alone."""
     for name in targets:
-        missing = [other for other in BESIDE.get(name, ()) if other in known and other not in targets]
+        missing = [other for other in BESIDE.get(name, ()) if other not in targets]
         accepted = f"{' and '.join(missing)}, too: engines compute them and {name} as one"
         expect(not missing, "model.lora.targets", list(targets), accepted)

@@ -7,6 +7,7 @@ from safetensors.torch import load_file, save_file
 
 from app.config.model import LoraConfig
 from app.model.lora.base_weights import fingerprint, require_targets
+from app.model.lora.targets import check_served
 from tests.model.support import save_qwen3, save_qwen35
 from tests.refusals import refused
 
@@ -53,10 +54,22 @@ def test_targets_are_compared_with_the_weights_before_anything_starts(path: Path
         (path, ["lm_head"], "down_proj"),
         (path, ["input_layernorm"], "down_proj"),
         (linear, ["in_proj_b"], "in_proj_qkv, in_proj_z"),
-        (linear, ["in_proj_z"], "in_proj_qkv"),
-        (path, ["q_proj", "o_proj"], "v_proj"),
-        (path, ["k_proj", "v_proj"], "q_proj"),
-        (path, ["up_proj"], "gate_proj"),
     ):
         with refused("model.lora.targets", targets, accepted):
             require_targets(folder, LoraConfig(rank=4, targets=targets))
+
+
+@pytest.mark.parametrize(
+    ("targets", "missing"),
+    [
+        (["in_proj_z"], "in_proj_qkv"),
+        (["q_proj", "o_proj"], "v_proj"),
+        (["k_proj", "v_proj"], "q_proj"),
+        (["up_proj", "down_proj"], "gate_proj"),
+    ],
+)
+def test_engines_serve_projections_that_they_fuse_together(targets: list[str], missing: str) -> None:
+    check_served([*targets, missing])
+    check_served(["all"])
+    with refused("model.lora.targets", targets, missing):
+        check_served(targets)
