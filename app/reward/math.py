@@ -48,7 +48,8 @@ RANGE = re.compile(r"\d+(?:[.,]\d+)*-\d+(?:[.,]\d+)*(?: [^\W\d_]+)*")
 DASH = re.compile(r"(?<=\d)\s*(?:-+|[–—]|\bto\b)\s*(?=\d)")
 OPTION = re.compile(r"^(?:\(([A-Z])\)(?:\\?\s[^A-Z(]*)?|\(?([A-Z])\)?(?:[.):]\s.*)?)$")  # (C), (C) 12, C. Paris
 # The question as a formula, which math-verify would compute
-UNEVALUATED = re.compile(r"\\(?:sum|prod|int|lim|gcd|lcm|lfloor|lceil)(?![a-z])|[^\d\s].*\\?[bp]?mod\b")
+UNEVALUATED = re.compile(r"\\(?:sum|prod|int|lim|gcd|lcm|lfloor|lceil)(?![a-z])|mod\b")
+FORMULA = re.compile(r"[\d\\$]")  # what has one of these states a formula or a number
 NUMBER = re.compile(r"[-+]?[\d.,]+")
 # Letters behind a number that are no unit: math-verify would leave them out, as it does units.
 VARIABLES = re.compile(r"[\d}](?!(?:cm|ft|kg|km|lb|mg|mm|oz|[ghlms])$)[a-zA-Z]{1,2}$")
@@ -99,7 +100,8 @@ def equal(reference: str, text: str) -> bool:
         last_words = "" if _is_word(expected) or not as_text else " ".join(tail.split()[-len(expected.split()) :])
         possible = [tail if len(text) <= TAIL else "", last_words]
         if stated := [*STATED.finditer(tail)][-1:]:
-            tail, possible = stated[0][0], [stated[0][1]]  # the last of several
+            possible = [stated[0][1]]  # the last of several
+            tail = stated[0][0] if FORMULA.search(stated[0][1]) else tail
         if _plain(expected) in [_plain(_clean(each)) for each in possible]:
             return True
         return not (as_text or _other_unit(reference, tail.rstrip(TRAILING))) and _verify_last(expected, tail)

@@ -101,7 +101,12 @@ def test_an_export_changes_the_adapted_weights_alone_and_keeps_their_dtype(tmp_p
     rounded = {name: tensor.bfloat16() for name, tensor in tensors.items()}
     save_file(rounded, source / "model.safetensors", metadata={"format": "pt"})
     step = trained(source, run, replace(LORA, targets=["q_proj", "v_proj", "in_proj_qkv", "in_proj_z"]))
-    after = load_file(export_run(config_of(source), run) / "model.safetensors")
+    (run / "config").mkdir()
+    (run / "config" / "config.yaml").write_text("model:\n  path: owner/base\n")
+    out = export_run(config_of(source), run)
+    named = json.loads((out / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"]
+    assert named == "owner/base"  # by which others find it, not a folder of this machine
+    after = load_file(out / "model.safetensors")
     assert {name: tensor.dtype for name, tensor in after.items()} == dict.fromkeys(rounded, torch.bfloat16)
 
     changed = {name for name in after if not torch.equal(after[name], rounded[name])}

@@ -292,6 +292,7 @@ def ascend(folder: Path, *packages: str) -> Path:
         (["cann"], "cann"),
         (["cann", "ascend-toolkit"], "cann"),
         (["ascend-toolkit", "nnal/atb"], "ascend-toolkitnnal/atb"),
+        (["cann", "cann/share/info/ascendnpu-ir/bin"], "canncann/share/info/ascendnpu-ir/bin"),
         ([], ""),
     ],
 )

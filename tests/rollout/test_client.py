@@ -153,10 +153,17 @@ async def test_the_members_of_a_group_have_their_own_request_ids(ray_session: No
         bodies.append(body)
         return web.json_response([answer([(-0.5, 7)], "stop") for _ in body["rid"]])
 
-    routes = dict.fromkeys(("health", "server_info", "continue_generation"), replying("{}"))
-    async with serving(**routes, generate=generate) as url:
+    continued: list[str] = []
+
+    async def goes_on(given: web.Request) -> web.Response:
+        continued.append(given.path)
+        return web.json_response({})
+
+    routes = dict.fromkeys(("health", "server_info"), replying("{}"))
+    async with serving(**routes, continue_generation=goes_on, generate=generate) as url:
         engine = remote(host_spec(tmp_path, name="engine 1", url=url))
         await engine.start(60)
+        assert continued == ["/continue_generation"]  # a run before may have ended while it was paused
         for name in ("data/0@0", "data/0@1", "data/1@0", "data/0@0"):
             completions = await engine.generate(request(name, group_size=8, temperature=0.7, max_tokens=5))
             assert [each.token_ids.tolist() for each in completions] == [[7]] * 8
