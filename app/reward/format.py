@@ -12,7 +12,11 @@ from app.types import Trajectory
 BOXED = r"\boxed{"
 HASHES = re.compile(r"####[ \t]*([^\n]*)")
 REASONING_END = "</think>"
-STATED = re.compile(r"(?i:\banswer\s*(?:is\b|:))[\s:*]*([^\n]+)")
+# A statement, also as a display formula on lines of its own. Its length is bounded: the search stays linear.
+STATED = re.compile(r"(?i:\banswer[\s*]*(?:is\b|:))[\s:*]*(\\\[[^\[\]]{0,500}\\\]|\$\$[^$]{0,500}\$\$|[^\n]+)")
+PHRASE = re.compile(r"[^\W\d_]{2} +[^\W\d_]{2}")
+BEGINS_WITH_VALUE = re.compile(r"\W*\d")
+ENDS_OF_VALUES = (*"0123456789$%)}]",)
 # What stands after #### in markdown, and is no answer.
 HEADING = re.compile(
     r"(?i)\W*(?:(?:step|part|case|phase|method|approach|section)\b|\d+[.):]\s+[^\W\d]|"
@@ -22,7 +26,7 @@ HEADING = re.compile(
 
 def format(trajectories: Sequence[Trajectory]) -> list[float]:
     """Return 0 or 1 per trajectory."""
-    return [float(extract_final_answer(trajectory.text) is not None) for trajectory in trajectories]
+    return [float(_marks_answer(trajectory.text)) for trajectory in trajectories]
 
 
 def extract_final_answer(text: str) -> str | None:
@@ -36,9 +40,27 @@ def extract_final_answer(text: str) -> str | None:
     text = text.rpartition(REASONING_END)[2]
     if boxed := _boxed(text):
         return boxed
-    stated = max((found.start() for found in STATED.finditer(text)), default=-1)
-    marks = [found for found in HASHES.finditer(text) if found.end() > stated and not HEADING.match(found[1])]
-    return marks[-1][1].strip() or None if marks else None
+    # "The answer is based on …" states nothing.
+    stated = max((found.start() for found in STATED.finditer(text) if not PHRASE.search(found[1])), default=-1)
+    mark = _last_mark(text)
+    return mark[1].strip() or None if mark is not None and mark.end() > stated else None
+
+
+def _marks_answer(text: str) -> bool:
+    text = text.rpartition(REASONING_END)[2]
+    mark = _last_mark(text)
+    return _boxed(text) is not None or (mark is not None and bool(mark[1].strip()))
+
+
+def _last_mark(text: str) -> re.Match[str] | None:
+    """Return the last `#### …` that is no heading: a phrase above further numbers, unless a value begins or ends it."""
+    last_digit = max((found.end() for found in re.finditer(r"\d", text)), default=0)
+    for found in reversed([*HASHES.finditer(text)]):
+        has_value = BEGINS_WITH_VALUE.match(found[1]) or found[1].rstrip(" \t*_.:,!").endswith(ENDS_OF_VALUES)
+        is_title = found.end() < last_digit and PHRASE.search(found[1]) and not has_value
+        if not is_title and not HEADING.match(found[1]):
+            return found
+    return None
 
 
 def _boxed(text: str) -> str | None:

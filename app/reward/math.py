@@ -49,6 +49,7 @@ DASH = re.compile(r"(?<=\d)\s*(?:-+|[–—]|\bto\b)\s*(?=\d)")
 OPTION = re.compile(r"^(?:\(([A-Z])\)(?:\\?\s[^A-Z(]*)?|\(?([A-Z])\)?(?:[.):]\s.*)?)$")  # (C), (C) 12, C. Paris
 # The question as a formula, which math-verify would compute
 UNEVALUATED = re.compile(r"\\(?:sum|prod|int|lim|gcd|lcm|lfloor|lceil)(?![a-z])|mod\b")
+BRACED = re.compile(r"\{[^{}]*\}")
 FORMULA = re.compile(r"[\d\\$]")  # what has one of these states a formula or a number
 NUMBER = re.compile(r"[-+]?[\d.,]+")
 # Letters behind a number that are no unit: math-verify would leave them out, as it does units.
@@ -75,6 +76,7 @@ REWRITES = (
     (re.compile(r"∞|\\?\b(?i:infinity)\b"), r"\\infty"),
     (re.compile(r"(?<=\d)(?:\\,|[ ~\u2009\u202f])(?=\d{3}(?!\d))"), ""),  # 12\,345
     (re.compile(r"(?<=\d) +(\d+)/(\d+)"), r"\\frac{\1}{\2}"),  # 3 1/2
+    (re.compile(r"\\pmod\s*(?:\d+|\{[^{}]*\})\W*$"), ""),  # 43 \pmod{100}
     (re.compile(r"√(\d+)"), r"\\sqrt{\1}"),
     (re.compile(r"(?<=\d)[eE]([+-]?\d+)"), r" \\times 10^{\1}"),  # 1.2e3
 )
@@ -96,22 +98,14 @@ def equal(reference: str, text: str) -> bool:
     text = text.rpartition(REASONING_END)[2]
     marked = extract_final_answer(text)
     if marked is None:
-        tail = text[-TAIL:]
-        last_words = "" if _is_word(expected) or not as_text else " ".join(tail.split()[-len(expected.split()) :])
-        possible = [tail if len(text) <= TAIL else "", last_words]
-        if stated := [*STATED.finditer(tail)][-1:]:
-            possible = [stated[0][1]]  # the last of several
-            tail = stated[0][0] if FORMULA.search(stated[0][1]) else tail
-        if _plain(expected) in [_plain(_clean(each)) for each in possible]:
-            return True
-        return not (as_text or _other_unit(reference, tail.rstrip(TRAILING))) and _verify_last(expected, tail)
+        return _ends_with(text, reference, expected, as_text=bool(as_text))
 
     answer = _clean(marked)
     if _plain(answer) == _plain(expected):
         return True
     if as_text or DATE_OR_TIME.fullmatch(answer) or _other_unit(reference, marked):
         return False
-    if NUMBER.fullmatch(expected) and UNEVALUATED.search(answer):
+    if _is_uncomputed(expected, answer):
         return False
     if _verify(expected, answer):
         return True
@@ -122,6 +116,27 @@ def equal(reference: str, text: str) -> bool:
     # After ####, people write "18 dollars": the last number counts. A box holds the answer and nothing else.
     in_words = "\\" not in answer and WORD.search(answer) is not None
     return "\\boxed" not in text and in_words and _verify_last(expected, answer)
+
+
+def _ends_with(text: str, reference: str, expected: str, *, as_text: bool) -> bool:
+    """Whether an unmarked answer at the end of a text, stated or not, is the expected one."""
+    tail = text[-TAIL:]
+    last_words = "" if _is_word(expected) or not as_text else " ".join(tail.split()[-len(expected.split()) :])
+    possible = [tail if len(text) <= TAIL else "", last_words]
+    if stated := [*STATED.finditer(tail)][-1:]:
+        possible = [stated[0][1]]  # the last of several
+        tail = stated[0][0] if FORMULA.search(stated[0][1]) else tail
+    if _plain(expected) in [_plain(_clean(each)) for each in possible]:
+        return True
+    if as_text or (stated and _is_uncomputed(expected, stated[0][1])):
+        return False
+    return not _other_unit(reference, tail.rstrip(TRAILING)) and _verify_last(expected, tail)
+
+
+def _is_uncomputed(expected: str, answer: str) -> bool:
+    """Whether a number is asked for, and the answer, after its last equals sign, is a formula to be computed."""
+    outside = BRACED.sub(lambda found: "_" * len(found[0]), answer)  # k=1 below a sum is no result
+    return bool(NUMBER.fullmatch(expected) and UNEVALUATED.search(answer[outside.rfind("=") + 1 :]))
 
 
 def _plain(answer: str) -> str:

@@ -55,6 +55,9 @@ def try_rewards(config: RewardConfig, prompts: Sequence[Prompt], tokenize: Token
                 f"reward component {component.name} failed on {len(failures)} of {len(values)} made-up completions "
                 f"(answers and empty texts): {failures[0]}. Where that happens in the run, the trajectory scores 0."
             )
+        if values and all(value is None for value in values):
+            what = f"no opinion (None) on each of {len(values)} made-up completions (answers and empty texts)"
+            warnings.append(f"reward component {component.name} has {what}")
         scores[component.name] = [_number(value) for value in values]
 
     if tried and all(prompt.answer for prompt in tried) and all(scores.get(name) for name in terms):
@@ -110,7 +113,7 @@ def _made_up(prompt: Prompt, text: str, tokenize: Tokenize) -> Trajectory:
     token_ids = np.asarray([*tokenize(text)] or [0], np.int32)
     spans = (VersionSpan(0, 0, len(token_ids)),)
     logprobs = np.zeros(len(token_ids), np.float32)
-    return Trajectory(prompt, Completion(token_ids, logprobs, FinishReason.stop, spans, text), text)
+    return Trajectory(prompt, Completion(token_ids, logprobs, FinishReason.stop, spans), text)
 
 
 def tokenizer_of(tokenizer: Any) -> Tokenize:

@@ -95,3 +95,7 @@ class Judge:
             raise ConnectionError("refused")
         heavy = sum(name in sys.modules for name in ("torch", "hydra", "omegaconf", "ray", "transformers"))
         return {"score": 0.5, "arrived": self.arrived, "loops": len(self.loops), "heavy": heavy}
+
+
+def undecided(trajectories):
+    return [None for _ in trajectories]

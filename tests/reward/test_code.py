@@ -130,6 +130,7 @@ def test_outputs_are_compared_by_line_and_by_number() -> None:
     assert not same_lines("0.3001", "0.3")
     assert not same_lines("nan", "0.5")
     assert not same_lines("10000001", "10000000")
+    assert not same_lines("1e9999999", "0.5")
     assert returned(((1, 2), "a"), [[1, 2], "a"])
     assert returned({1: (2,)}, {"1": [2]})
     assert not returned(1, [2])

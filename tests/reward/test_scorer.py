@@ -9,6 +9,7 @@ import pytest
 
 from app.errors import RunError
 from app.reward import component
+from app.worker.failures import FailureWindow
 from tests.refusals import refused
 from tests.reward.scorers import OWN, TOWER, failed, pids, running_scorer, score, trajectory
 from tests.waiting import until
@@ -124,6 +125,17 @@ def test_too_many_failures_end_the_run_in_a_full_step_and_at_the_end_of_a_short_
     assert message.startswith("5 of 5 trajectories failed, more than reward.max_failed_fraction=0.25 of a step's 16 ")
     assert "the last: component raises, exception: KeyError: 'score' at " in message
     assert "broken.py:" in message
+
+
+def test_a_few_failures_after_a_full_window_are_compared_with_a_step() -> None:
+    window = FailureWindow("trajectories failed", "reward.max_failed_fraction", 0.2, 256, "", lambda text: None)
+    for number in range(264):
+        window.count("late" if number >= 262 else None)
+    window.end_window()  # 2 of the last 8
+    for number in range(8):
+        window.count("late" if number >= 6 else None)
+    with pytest.raises(RunError, match="2 of 8 trajectories failed"):
+        window.end_window()  # of a step that had no more
 
 
 # Workers that die, freeze, or are closed

@@ -31,6 +31,11 @@ def test_a_reward_that_fails_on_everything_is_refused() -> None:
         tried(PROMPTS[:1], _target_=f"{OWN}.dies")
 
 
+def test_a_reward_that_applies_to_nothing_is_named() -> None:
+    (warning,) = tried(PROMPTS, components={"exact": 1.0, "shy": {"_target_": f"{OWN}.undecided"}})
+    assert warning.startswith("reward component shy has no opinion (None) on each of ")
+
+
 def test_a_reward_that_hangs_is_refused_at_its_deadline_and_named_before(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -23,7 +23,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from fractions import Fraction
 from functools import partial
 from itertools import takewhile
@@ -297,7 +297,7 @@ def same_lines(found: str, expected: str) -> bool:
     try:
         pairs = [each for each in zip(*lines, strict=True) if each[0] != each[1]]
         return all(_same_numbers(*([*map(Decimal, line.split())] for line in pair)) for pair in pairs)
-    except InvalidOperation:
+    except ArithmeticError:  # no number, or one beyond Decimal's range
         return False
 
 
