@@ -29,9 +29,10 @@ class Guessing:
         self.faults = dict(faults or {})
         self.resets: list[Any] = []
         self.closed = 0
+        self.heartbeat: float | None = None  # seconds between pings; half of that for the answer
 
     async def socket(self, request: web.Request) -> web.WebSocketResponse:
-        ws = web.WebSocketResponse()
+        ws = web.WebSocketResponse(heartbeat=self.heartbeat)
         await ws.prepare(request)
         steps = 0
         async for message in ws:
@@ -65,14 +66,16 @@ class Guessing:
         return web.json_response({"action": SCHEMA, "observation": {}, "state": {}})
 
 
-async def play(policy: ScriptedPolicy, guessing: Guessing, renderer: str = "plain", **args: Any) -> dict[str, float]:
+async def play(
+    policy: ScriptedPolicy, guessing: Guessing, renderer: str = "plain", framing: Any = None, **args: Any
+) -> dict[str, float]:
     app = web.Application()
     app.add_routes([web.get("/ws", guessing.socket), web.get("/schema", guessing.schema)])
     runner = web.AppRunner(app)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     url, choice = f"ws://127.0.0.1:{runner.addresses[0][1]}", {**chat_choice(), "name": renderer}
-    settings = {"url": url, "args": args, "renderer": choice, "limits": {"timeout_s": 60.0}}
+    settings = {"url": url, "args": args, "renderer": choice, "limits": {"timeout_s": 60.0}, **(framing or {})}
     try:
         make = await asyncio.to_thread(openenv.make, settings)
         return await make().run(TASK, policy)
@@ -129,6 +132,26 @@ async def test_what_is_no_action_is_an_observation_and_costs_nothing(reply: Repl
 
     assert await play(policy, Guessing()) == {"reward": 1.0, "last_reward": 1.0}
     assert policy.asked[1]["messages"][-1]["content"].startswith(f"error: {problem}")
+
+
+async def test_the_framing_of_the_data_is_around_the_question() -> None:
+    policy = ScriptedPolicy([Reply("", tool_calls=(ToolCall("step", {"guess": 7}, "ok", "c1"),))])
+    await play(policy, Guessing(), "chat", {"system": "Be quick.", "prefix": "Task: ", "suffix": " Go!"})
+    assert policy.asked[0]["messages"] == [
+        {"role": "system", "content": "Be quick."},
+        {"role": "user", "content": "Task: Find the number. Go!\n\nhigher than 0"},
+    ]
+
+
+async def test_a_session_lives_on_while_the_policy_takes_longer_than_the_servers_pings_may() -> None:
+    class Slow(ScriptedPolicy):
+        async def __call__(self, *args: Any, **kwargs: Any) -> Reply:
+            await asyncio.sleep(1.0)
+            return await super().__call__(*args, **kwargs)
+
+    guessing = Guessing()
+    guessing.heartbeat = 0.5
+    assert await play(Slow([Reply(act(3)), Reply(act(7))]), guessing) == {"reward": 0.75, "last_reward": 1.0}
 
 
 async def test_a_limit_of_the_run_keeps_the_rewards_so_far() -> None:

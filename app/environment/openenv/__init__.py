@@ -24,6 +24,7 @@ from typing import Any
 from app.environment.openenv.ws_session import ActionError, Observation, Session, open_session, read_action
 from app.environment.protocol import EpisodeOver, Message, Policy, Reply, Task, Tool
 from app.environment.rendering import PLAIN, renderer_for
+from app.environment.worker.episode import opening_of
 from app.utils.user_code import LoadError
 
 SCHEMA_S = 10.0  # for GET /schema
@@ -48,7 +49,7 @@ def make(settings: Mapping[str, Any]) -> partial["OpenEnv"]:
     has_tools = choice["name"] != PLAIN and renderer_for(**choice).tool_syntax is not None
     tools = [tool] if has_tools else []
     timeout_s = float(settings["limits"]["timeout_s"])
-    return partial(OpenEnv, url, timeout_s, schema, tools, dict(settings.get("args") or {}))
+    return partial(OpenEnv, url, timeout_s, schema, tools, dict(settings.get("args") or {}), settings)
 
 
 @dataclass(eq=False)
@@ -60,6 +61,7 @@ class OpenEnv:
     _schema: Mapping[str, Any]
     _tools: Sequence[Tool]  # the action as a tool, if the template has tools
     _reset: Mapping[str, Any]  # arguments
+    _framing: Mapping[str, Any]  # of a question: data.system, data.prefix and data.suffix
 
     async def run(self, task: Task, policy: Policy) -> dict[str, float]:
         """Play the episode; return its sum of rewards, and the last. Raises `EnvironmentFailed` if the server fails."""
@@ -79,11 +81,11 @@ class OpenEnv:
 
     def _opening(self, task: Task, observation: Observation) -> list[Message]:
         """What the policy reads first: earlier messages, then question, observation, and without tools how to act."""
-        has_question = not task.messages or task.messages[-1]["role"] == "user"  # else a tool's result is the last one
-        parts = [task.question if has_question else "", observation.text]
+        earlier = opening_of(task, self._framing)
+        has_question = earlier[-1]["role"] == "user"  # else a tool's result is the last one
+        parts = [earlier.pop()["content"] if has_question else "", observation.text]
         if not self._tools:
             parts.append(f"Act by replying with one JSON object of this schema: {json.dumps(self._schema)}")
-        earlier = task.messages[:-1] if has_question else task.messages
         return [*earlier, {"role": "user", "content": "\n\n".join(part for part in parts if part)}]
 
     async def _step(self, session: Session, reply: Reply, policy: Policy) -> Observation:

@@ -38,6 +38,7 @@ class Session:
 
     _url: str
     _socket: Any
+    _received: "asyncio.Queue[str | None]"  # None: the connection has ended
 
     async def ask(self, kind: str, data: Mapping[str, Any]) -> Observation:
         """Send a message and read the observation that answers it.
@@ -49,8 +50,8 @@ class Session:
         """
         with contextlib.suppress(ConnectionError):  # then what ended the connection is to be read
             await self._socket.send_str(json.dumps({"type": kind, "data": dict(data)}, default=str))
-        text = (await self._socket.receive()).data
-        if not isinstance(text, str):
+        text = await self._received.get()
+        if text is None:
             raise EnvironmentFailed(f"the server at {self._url} ended the session during {kind}")
 
         try:
@@ -94,8 +95,8 @@ async def open_session(
             except (aiohttp.ClientError, OSError) as error:
                 raise EnvironmentFailed(f"there is no server at {url} any more ({error})") from error
 
-            async with socket:
-                session = Session(url, socket)
+            async with _received(socket) as received:
+                session = Session(url, socket, received)
                 try:
                     observation = await session.ask("reset", reset)
                 except NoSession as full:
@@ -111,6 +112,31 @@ async def open_session(
                     return
             await asyncio.sleep(pause)
             pause = min(2 * pause, PAUSES_S[1])
+
+
+@contextlib.asynccontextmanager
+async def _received(socket: Any) -> AsyncIterator["asyncio.Queue[str | None]"]:
+    """Receive all the time, and close the socket at the end.
+
+    Receiving answers the server's pings. One that gets no answer while the policy writes ends the session: uvicorn
+    after 20 to 40 seconds.
+    """
+    received: asyncio.Queue[str | None] = asyncio.Queue()
+
+    async def receive() -> None:
+        try:
+            while isinstance(text := (await socket.receive()).data, str):
+                received.put_nowait(text)
+        finally:
+            received.put_nowait(None)
+
+    async with socket:
+        receiving = asyncio.create_task(receive())
+        try:
+            yield received
+        finally:
+            await socket.close()
+            await asyncio.gather(receiving, return_exceptions=True)
 
 
 def _shown(observation: Mapping[str, Any]) -> str:
