@@ -124,7 +124,6 @@ class Completion:
     logprobs: np.ndarray  # [T] float32
     finish_reason: FinishReason
     spans: tuple[VersionSpan, ...]  # cover 0:T without gaps
-    text: str | None = None  # decoded by the engine's host, without special tokens; None: not decoded
     cached_tokens: int = 0  # of the prompt, that the engine had in its KV cache
     verify_passes: int = 0  # that sampled the tokens, all but the first one; 0 without drafts
     retractions: int = 0  # times that a full KV cache interrupted it; what it had there was computed again

@@ -28,6 +28,7 @@ class Script:
     fails_at: int | None = None  # the turn before which it fails
     kind: str = "raised"
     score: float = 1.0
+    first: float | None = None  # seconds before the first turn, if others
 
 
 def scripts(seed: int, *, turns: int = 4, seconds: float = 3.0, failing: float = 0.0) -> Callable[[Task, int], Script]:
@@ -85,7 +86,8 @@ class SimSession:
     async def next(self) -> SampleRequest | End | Failed:
         if self._waiting is not None:
             await self._waiting.wait()
-        await asyncio.sleep(self.script.seconds)
+        first = self.script.first if not self._turn else None
+        await asyncio.sleep(self.script.seconds if first is None else first)
         if self._turn == self.script.fails_at:
             self.ended = "failed"
             return Failed(self.number, self.script.kind, "the environment failed on purpose.")

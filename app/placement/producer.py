@@ -49,7 +49,7 @@ class Producer:
         )
         self.buffer = GroupBuffer((config.placement.max_staleness + 1) * self.wanted)
         self.counts = RolloutCounts()
-        self.running: dict[str, int] = {}  # prompt id → version when it was sent last
+        self.running: dict[str, int | None] = {}  # prompt id → version when it was sent last; None before
         self._changed = asyncio.Event()
         self._numbers = itertools.count()
         self._dispatch_number: dict[str, int] = {}  # of the prompts in flight or in the buffer
@@ -111,7 +111,7 @@ class Producer:
     async def abort_stale(self, version: int) -> None:
         """Abort the requests that would be too stale once `version` is synced."""
         limit = version - self.staleness.max_staleness
-        stale = [prompt_id for prompt_id, sent_at in self.running.items() if sent_at < limit]
+        stale = [prompt_id for prompt_id, sent_at in self.running.items() if sent_at is not None and sent_at < limit]
         if stale:
             await self.context.rollouter.abort(stale)
 
@@ -139,7 +139,7 @@ class Producer:
         prompt = next(self.context.cursor)
         number = next(self._numbers)
         self.staleness.dispatch()
-        self.running[prompt.id] = self.staleness.version
+        self.running[prompt.id] = None
         self._dispatch_number[prompt.id] = number
 
         task = tasks.create_task(self._sample(prompt), name=f"group {prompt.id}")

@@ -26,7 +26,7 @@ class Rollouter:
 
     pool: EnginePool
     scorer: Scorer
-    tokenizer: Any  # decodes completions of servers that we did not start
+    tokenizer: Any
     timeline: Timeline
     recovery: RecoveryConfig
     episodes: Episodes | None = None  # plays those of an environment; None: every trajectory is a single turn
@@ -51,7 +51,7 @@ class Rollouter:
         Args:
             sampling: Sampling parameters of completions, or of the turns of episodes.
             version: Returns the policy version synced last.
-            on_sent: Called when sampling begins, also again: nothing that was sampled before is kept.
+            on_sent: Called when sampling begins. Of single turns also when it begins again: nothing is kept then.
             training: False in an evaluation.
 
         Raises:
@@ -63,8 +63,7 @@ class Rollouter:
             if self.episodes is None:
                 unscored = await self._single_turns(prompt, size, sampling, version, on_sent)
             else:
-                on_sent()
-                play = GroupSpec(prompt, size, sampling, version, training)
+                play = GroupSpec(prompt, size, sampling, version, training, on_sent)
                 unscored = await self.episodes.play(play, self.pool, self.requests)
 
             self.requests.in_flight[prompt.id] = "being scored"
@@ -148,8 +147,6 @@ class Rollouter:
         request = GroupRequest(prompt.id, prompt.token_ids, size, sampling, version())
         trajectories = []
         for completion in await self.requests.send(request, send_version, partial(self.pool.least_busy, size)):
-            text = completion.text
-            if text is None:  # hosts of servers that we did not start leave decoding to the driver
-                text = self.tokenizer.decode(completion.token_ids.tolist(), skip_special_tokens=True)
+            text = self.tokenizer.decode(completion.token_ids.tolist(), skip_special_tokens=True)
             trajectories.append(Trajectory(prompt, completion, text))
         return trajectories

@@ -101,8 +101,9 @@ class Teacher:
         if not len(sequence.logprobs):
             return np.zeros(0, dtype=np.float32)
 
+        first = next(self._requests)
         for attempt in itertools.count():
-            client = clients[next(self._requests) % len(clients)]
+            client = clients[(first + attempt) % len(clients)]
             try:
                 async with self._slots:
                     reply = await client.post("/generate", _request(sequence), seconds=self.config.timeout_s)

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
@@ -12,26 +13,11 @@ from ray.exceptions import RayActorError, RayError
 
 from app.errors import TrainerError, one_line
 from app.trainer.rank import TrainerRank
-from app.types import (
-    Completion,
-    Ending,
-    Episode,
-    FinishReason,
-    Group,
-    MemoryUse,
-    Prompt,
-    ScoredGroup,
-    StepReport,
-    TokenSequence,
-    TrainerMemory,
-    Trajectory,
-    VersionSpan,
-)
+from app.types import Group, MemoryUse, Prompt, ScoredGroup, StepReport, TokenSequence, TrainerMemory, Trajectory
 from app.utils.ray_calls import last_ray_error, reply, run_error
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Row = tuple[Any, ...]
 STACKS_TIMEOUT_S = 10.0
 ROOT_CAUSE_GRACE_S = 5.0  # after a failure: a rank that does not return by then is stuck
 # These run in their own thread: their failure does not affect queued calls.
@@ -214,7 +200,7 @@ class RemoteTrainer:
 def _shared(groups: Sequence[ScoredGroup]) -> Sequence[ScoredGroup]:
     """Serialize the groups once for all ranks. Ray resolves the reference on each rank."""
     try:
-        return cast(Sequence[ScoredGroup], ray.put(Packed(groups)))
+        return cast(Sequence[ScoredGroup], ray.put(slim(groups)))
     except RayError as error:
         failed = f"{len(groups)} groups could not be put into Ray's object store"
         raise TrainerError(f"{failed}: {type(error).__name__}: {one_line(error)}") from error
@@ -227,56 +213,19 @@ def _task(reference: Any) -> asyncio.Future[Any]:
     return task
 
 
-class Packed:
-    """Groups that are unpickled as a list of `ScoredGroup` with what `make_samples` reads; the rest is empty.
+def slim(groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
+    """Return the groups with what `make_samples` reads: a rank needs no text, row, score or reward.
 
-    They travel as tuples, which pickle in a third of the time: the driver pickles every group of a run. A rank needs no
-    text, row, score or reward. Arrays travel out of band, without a copy.
+    Pickled, their arrays travel out of band, without a copy.
     """
-
-    def __init__(self, groups: Sequence[ScoredGroup]):
-        self.groups = groups
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        rows = []
-        for scored in self.groups:
-            prompt, members = scored.group.prompt, [_member_row(each) for each in scored.group.trajectories]
-            rows.append((prompt.id, prompt.token_ids, scored.advantages, members))
-        return unpack, (rows,)
+    found = []
+    for scored in groups:
+        prompt = Prompt(scored.group.prompt.id, scored.group.prompt.token_ids, "", "")
+        members = tuple(_slim(prompt, each) for each in scored.group.trajectories)
+        found.append(ScoredGroup(Group(prompt, members), scored.advantages))
+    return found
 
 
-def unpack(rows: Sequence[Row]) -> list[ScoredGroup]:
-    """Return the groups of `Packed`."""
-    groups = []
-    for prompt_id, token_ids, advantages, members in rows:
-        prompt = Prompt(prompt_id, token_ids, "", "")
-        groups.append(ScoredGroup(Group(prompt, tuple(_trajectory(prompt, *each) for each in members)), advantages))
-    return groups
-
-
-def _member_row(trajectory: Trajectory) -> Row:
-    last, episode = trajectory.completion, trajectory.episode
-    sequences = episode and [
-        (each.token_ids, each.sampled, each.logprobs, _span_rows(each.spans), each.teacher_logprobs)
-        for each in episode.sequences
-    ]
-    completion = last.token_ids, last.logprobs, _span_rows(last.spans), last.teacher_logprobs
-    return trajectory.truncated, completion, sequences
-
-
-def _span_rows(spans: Sequence[VersionSpan]) -> list[tuple[int, int, int]]:
-    return [(span.version, span.start, span.end) for span in spans]
-
-
-def _spans(rows: Sequence[tuple[int, int, int]]) -> tuple[VersionSpan, ...]:
-    return tuple(VersionSpan(*row) for row in rows)
-
-
-def _trajectory(prompt: Prompt, truncated: bool, completion: Row, sequences: Sequence[Row] | None) -> Trajectory:
-    token_ids, logprobs, spans, teacher = completion
-    reason, ending = (FinishReason.length, Ending.length) if truncated else (FinishReason.stop, Ending.stop)
-    last = Completion(token_ids, logprobs, reason, _spans(spans), teacher_logprobs=teacher)
-    if sequences is None:
-        return Trajectory(prompt, last, "")
-    made = tuple(TokenSequence(ids, sampled, own, _spans(spans), rest) for ids, sampled, own, spans, rest in sequences)
-    return Trajectory(prompt, last, "", episode=Episode(made, (), ending, {}, {}))
+def _slim(prompt: Prompt, trajectory: Trajectory) -> Trajectory:
+    episode = trajectory.episode and replace(trajectory.episode, turns=(), scores={}, metrics={})
+    return Trajectory(prompt, trajectory.completion, "", episode=episode)

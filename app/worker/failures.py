@@ -28,6 +28,7 @@ class FailureWindow:
     _by_source: Counter[str] = field(default_factory=Counter)
     _window_failed: int = 0
     _window_total: int = 0
+    _was_full: bool = False  # a window of this step
 
     def warn(self, source: str, subject: str, why: str) -> None:
         """Warn of the first failure of a source, and then of its 10th, 100th, 1000th …."""
@@ -49,11 +50,16 @@ class FailureWindow:
             self._check(max(self._window_total, self._window))
         if self._window_total >= self._window:
             self._window_failed = self._window_total = 0
+            self._was_full = True
 
     def end_window(self) -> None:
-        """Close the window early, at the end of a step. `RunError` if too large a fraction of it failed."""
-        self._check(self._window_total)
+        """Close the window early, at the end of a step. `RunError` if too large a fraction of it failed.
+
+        What is left after a full window is no fraction of its own: a few failures of few units say little.
+        """
+        self._check(self._window if self._was_full else self._window_total)
         self._window_failed = self._window_total = 0
+        self._was_full = False
 
     @property
     def metrics(self) -> dict[str, float]:

@@ -68,9 +68,12 @@ class WorkerPool:
     async def begin_job(self, payload: Any) -> Job:
         """Begin a job in the least busy worker, once one has room. Raises `RunError` if the pool is closed."""
         queue = self._waiting.append
-        while (worker := self._free()) is None:
+        while True:
+            worker = self._free()
             while self._ended:
                 self._spawn(self._replace(self._ended.pop()))
+            if worker is not None:
+                break
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             queue(turn)
             queue = self._waiting.appendleft  # it was the first

@@ -147,6 +147,21 @@ async def test_an_episode_that_waits_for_a_place_gets_one_after_a_cancelled_one_
     assert notes(tmp_path) == ["began begins", "closed begins", "began set/0@0", "closed set/0@0"]
 
 
+async def test_a_worker_whose_episodes_were_cancelled_is_replaced_although_another_one_has_room(
+    own: Maker, tmp_path: Path
+) -> None:
+    spec = own(CLOSING, args={"folder": str(tmp_path)}, timeout_s=3600.0)
+
+    async with running_pool(spec, workers=2) as pool:
+        session = await pool.begin(a_task(id="begins", row={"wait": True}), tokens("q"))
+        await asyncio.to_thread(until, lambda: len(notes(tmp_path)) == 1, PATIENCE_S)
+        await asyncio.wait_for(session.close(force=True), PATIENCE_S)
+        assert pool.counts == {"restarts": 0}
+        assert isinstance((await play_one(pool, "end")).end, End)
+        await asyncio.sleep(0)
+        assert pool.counts == {"restarts": 1}
+
+
 async def test_episodes_wait_for_a_place_and_are_spread_over_the_workers(own: Maker) -> None:
     spec = own(
         "import os\nclass Env:\n    def begin(self, task): return str(os.getpid())\n    def step(self, reply): ..."

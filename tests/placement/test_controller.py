@@ -15,7 +15,7 @@ from app.config.placement import PlacementKind
 from app.errors import RunError
 from app.placement import controller as placement_controller
 from app.placement.step_metrics import step_metrics
-from app.types import Group, InFlight, ScoredGroup, StepReport, SyncReport
+from app.types import Ending, Episode, Group, InFlight, ScoredGroup, StepReport, SyncReport, Turn
 from tests.algorithm.groups import group
 from tests.simulation import BOTH, SimTrainer, World, config, play, without_threads
 
@@ -88,3 +88,11 @@ def test_the_accept_length_is_tokens_over_the_passes_that_verified_drafts() -> N
     )
     assert measured(drafted, group([0.0, 1.0], lengths=[7, 7]))["rollout/accept_length"] == 10 / 4
     assert "rollout/accept_length" not in measured(group([0.0, 1.0]))
+
+    (single,) = group([0.0], lengths=[12]).trajectories
+    sequence = single.sequences[0]
+    said = tuple(Turn(role, "…", 1, 0.0) for role in ("system", "user", "assistant", "tool", "assistant"))
+    counts = {"turns": 2.0, "verify_passes": 4.0}  # requests, each of which samples a first token
+    episode = Episode((sequence,), said, Ending.stop, {}, counts)
+    of_episode = Group(drafted.prompt, (replace(single, episode=episode),))
+    assert measured(of_episode)["rollout/accept_length"] == (12 - 2) / 4

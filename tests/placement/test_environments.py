@@ -100,7 +100,7 @@ def test_an_episode_that_outlives_pushes_has_tokens_of_several_versions(
 def test_a_push_aborts_an_episode_that_is_inside_its_environment_and_would_be_too_stale(tmp_path: Path) -> None:
     def script(task: object, number: int) -> Script:
         slow = str(task.id).split("@")[0] in ("sim/3", "sim/9")  # type: ignore[attr-defined]
-        return Script(turns=2, seconds=50.0 if slow else 0.1, score=float(number % 2))
+        return Script(turns=2, seconds=50.0 if slow else 0.1, score=float(number % 2), first=0.1)
 
     made = config(steps=10, max_staleness=1, in_flight=InFlight.retract, max_inflight_groups=12)
     world = World(made, tmp_path, lambda prompt_id: 0.5, environments=SimEnvironments(script))

@@ -102,6 +102,26 @@ def at_once(count: int, **limits: Any) -> Play:
     return play
 
 
+def test_the_staleness_of_a_group_begins_with_its_first_request_and_not_while_it_waits_for_a_worker() -> None:
+    async def play(policy: Policy) -> None:
+        await asyncio.sleep(5.0)
+        await policy([{"role": "user", "content": "q"}], max_tokens=4)
+        await policy([{"role": "user", "content": "r"}], max_tokens=4)
+
+    sent: list[float] = []
+
+    async def group() -> float:
+        began = now()
+        rollouter = rollouter_of(play, [Engine(lambda number: (4, 1.0))])
+        sampling = Sampling(1.0, 1.0, LIMIT)
+        on_sent = lambda: sent.append(now() - began)  # noqa: E731
+        await rollouter.group(prompts(1)[0], size=2, sampling=sampling, version=lambda: 0, on_sent=on_sent)
+        return now() - began
+
+    assert run_virtual(group()) >= 7.0
+    assert sent == [pytest.approx(5.0)]
+
+
 @pytest.mark.parametrize("count", [1, 2, 8])
 def test_a_trajectory_has_its_limit_however_many_replies_are_asked_for_at_once(count: int) -> None:
     engine = Engine(lambda number: (1000, 1.0))
@@ -116,6 +136,9 @@ def test_a_trajectory_has_its_limit_however_many_replies_are_asked_for_at_once(c
 def test_requests_wait_for_the_room_that_they_may_need_and_get_what_others_did_not_use() -> None:
     engine = Engine(lambda number: (10, 1.0 + number / 10))
     trajectory = run_virtual(one(rollouter_of(at_once(7, max_tokens=16), [engine])))
+    assert trajectory.episode is not None
+    measured = trajectory.episode.metrics
+    assert 0 < measured["engine_seconds"] <= measured["wall_seconds"]  # requests at the same time count once
     # 4 · 16 are reserved; from 1.0 s to 1.3 s 4 · 10 are used, and 24 left; then 14, and at last 4
     begun = engine.sent[0][0]
     assert [(round(at - begun, 1), most) for at, most in engine.sent] == [

@@ -16,7 +16,7 @@ from app.algorithm.loss import policy_loss
 from app.algorithm.objective import TokenBatch
 from app.config.algorithm import Aggregation, AlgorithmConfig, Correction
 from app.config.teacher import TeacherConfig
-from app.trainer.remote import Packed
+from app.trainer.remote import slim
 from app.types import ScoredGroup
 from tests.algorithm.groups import group
 from tests.model.support import relative, save_qwen3
@@ -110,7 +110,7 @@ def test_a_step_with_a_teacher_matches_transformers_and_a_pickled_one(tmp_path: 
     path = save_qwen3(tmp_path)
     groups = taught(sampled(path, scored_groups(6)))
     algorithm = AlgorithmConfig(prompts_per_step=6, group_size=4, aggregation=Aggregation.token_mean)
-    scenario = Scenario(algorithm, pickle.loads(pickle.dumps(Packed(groups))), pieces=2)
+    scenario = Scenario(algorithm, pickle.loads(pickle.dumps(slim(groups))), pieces=2)
     ours = play(path, scenario)
 
     model = plain.transformers_model(path)

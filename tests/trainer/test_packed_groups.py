@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from app.trainer.microbatch import Sample, make_samples
-from app.trainer.remote import Packed
+from app.trainer.remote import slim
 from app.types import ScoredGroup
 from tests.trainer.support import scored_groups, with_each
 from tests.trainer.test_sequences import episodes
@@ -17,7 +17,7 @@ GROUPS = {"single turns": scored_groups(5), "episodes": episodes(5)}
 def sent(groups: list[ScoredGroup]) -> tuple[list[ScoredGroup], bytes, list[pickle.PickleBuffer]]:
     """What a rank gets, and what travels: the pickle and the arrays beside it."""
     arrays: list[pickle.PickleBuffer] = []
-    data = pickle.dumps(Packed(groups), protocol=5, buffer_callback=arrays.append)
+    data = pickle.dumps(slim(groups), protocol=5, buffer_callback=arrays.append)
     return pickle.loads(data, buffers=arrays), data, arrays
 
 
@@ -41,7 +41,7 @@ def test_a_rank_makes_the_samples_that_the_driver_would_make(name: str) -> None:
 
 def test_texts_stay_behind_and_arrays_travel_beside_the_pickle() -> None:
     given, text = scored_groups(1, size=8, shortest=12), "a completion of many words"
-    worded = with_each(given, lambda each: replace(each, text=text, completion=replace(each.completion, text=text)))
+    worded = with_each(given, lambda each: replace(each, text=text))
     (arrived,), data, arrays = sent(worded)
     assert text.encode() not in data
     assert [each.text for each in arrived.group.trajectories] == [""] * 8

@@ -1,18 +1,16 @@
 """The host of one engine: a Ray actor that owns the SGLang process and its HTTP client.
 
-JSON is parsed and tokens are decoded here instead of in the driver, which serves all engines. If the server dies or
-stalls, or loses a request, every request in flight fails with an error that names the engine.
+JSON is parsed here instead of in the driver, which serves all engines. If the server dies or stalls, or loses a
+request, every request in flight fails with an error that names the engine.
 
     EngineHost ── ServerConnection   the process, its health, its failure
               ├── RequestsInFlight   admission, sampling, aborts
               └── Adapters           where adapters are served
 """
 
-import asyncio
 import os
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -55,13 +53,12 @@ class EngineHost:
         if self.spec.serves_adapters:
             from app.rollout.engine.served_adapters import Adapters, adapter_limit
 
-            seconds = self.spec.stall_timeout_s
             self._adapters = Adapters(
                 self.spec.name,
                 self._requests.host_id,
                 limit=adapter_limit(self.spec.name, client.url, info),
-                abort_timeout_s=seconds,
-                post=partial(self._connection.post, seconds=seconds),
+                abort_timeout_s=self.spec.stall_timeout_s,
+                post=partial(self._connection.post, seconds=self.spec.sync_timeout_s),
                 abort=self._requests.abort_adapter,
             )
         return {"url": client.url, "version": str(info.get("version", "")), "pid": self._connection.pid}
@@ -78,10 +75,7 @@ class EngineHost:
         self._connection.client()  # raises the failure
         await self._requests.admit(request)
         with self._adapter_for_request() as adapter:
-            completions = await self._requests.sample(request, adapter)
-        if self._connection.tokenizer is None:
-            return completions
-        return await asyncio.to_thread(self._decoded, completions)
+            return await self._requests.sample(request, adapter)
 
     async def pause(self, in_flight: InFlight) -> None:
         self._resumes_with_memory = False
@@ -135,7 +129,7 @@ class EngineHost:
             await self._connection.control(route, {"tags": [each.value for each in EngineMemory if each in regions]})
 
     async def update(self, route: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        return await self._connection.post(f"/{route}", body)
+        return await self._connection.post(f"/{route}", body, self.spec.sync_timeout_s)
 
     async def load_adapter(self, version: int, body: Mapping[str, Any]) -> int:
         self._connection.client()  # raises the failure
@@ -158,11 +152,6 @@ class EngineHost:
         if self._adapters is None:
             raise EngineError(f"{self.spec.name} was not started")
         return self._adapters.for_request()
-
-    def _decoded(self, completions: Sequence[Completion]) -> list[Completion]:
-        token_ids = [completion.token_ids.tolist() for completion in completions]
-        texts = self._connection.tokenizer.batch_decode(token_ids, skip_special_tokens=True)
-        return [replace(completion, text=text) for completion, text in zip(completions, texts, strict=True)]
 
     def _sampling(self) -> dict[str, list[str]]:
         """Return SGLang's ids of the requests that the server should be sampling, by name; none while it is paused."""

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 START_GRACE_S = 30.0  # for the actor to start and to report that its server did not
 END_TIMEOUT_S = 10.0
 CHECK_TIMEOUT_S = 30.0
-CALL_TIMEOUT_S = 900.0  # of all other calls but generation, whose deadline (by progress) the host keeps
+CALL_TIMEOUT_S = 900.0  # of all other calls but generation and syncs, whose deadlines the host keeps
 
 
 class NoReply(EngineLost):
@@ -84,10 +84,10 @@ class RemoteEngine:
         await self._call(CALL_TIMEOUT_S, EngineHost.reload, regions)
 
     async def update(self, route: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        return await self._call(CALL_TIMEOUT_S, EngineHost.update, route, body)
+        return await self._call(None, EngineHost.update, route, body)
 
     async def load_adapter(self, version: int, body: Mapping[str, Any]) -> int:
-        return await self._call(CALL_TIMEOUT_S, EngineHost.load_adapter, version, body)
+        return await self._call(None, EngineHost.load_adapter, version, body)
 
     async def stats(self) -> EngineStats:
         return await self._call(CALL_TIMEOUT_S, EngineHost.stats)
@@ -105,7 +105,7 @@ class RemoteEngine:
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> T:
-        """Call a method of the host. `seconds` is the deadline; None where the host keeps one by progress."""
+        """Call a method of the host. `seconds` is the deadline; None where the host keeps one."""
         name = method.__name__
         if method is EngineHost.update:
             name = f"update by {args[0]}"

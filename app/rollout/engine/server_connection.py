@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 from packaging.version import InvalidVersion, Version
 
 from app.errors import EngineError, EngineLost
-from app.model.hf_directory import load_tokenizer
 from app.rollout.engine.client import CALL_TIMEOUT_S, Client, ConnectionLost, NoAnswer
 from app.rollout.engine.server import HOST, Server, ServerSpec, until_healthy
 from app.types import EngineStart
@@ -31,6 +30,7 @@ class HostSpec:
     start_timeout_s: float
     stall_timeout_s: float
     log: Path  # of the host; the server has its own
+    sync_timeout_s: float = CALL_TIMEOUT_S  # of a call that loads weights or adapters, or scores
     releases_memory: bool = False  # False: release and reload do nothing (there is no device memory on CPU)
     serves_adapters: bool = False  # True: every request names an adapter, and the weights of the model stay
     server: ServerSpec | None = None
@@ -67,13 +67,9 @@ class ServerConnection:
     - A server at `spec.url` is never stopped, only disconnected from.
 
     Lifecycle: `start` once, then calls, any number concurrently, then `stop` once, in any state.
-
-    Attributes:
-        tokenizer: Of the model; None with a server of the user's, whose model directory may not be on this machine.
     """
 
     def __init__(self, spec: HostSpec):
-        self.tokenizer: Any = None
         self._spec = spec
         self._server: Server | None = None
         if spec.server is not None:
@@ -113,9 +109,6 @@ class ServerConnection:
             await self._server.start()
             self.watch(self._server.died())
             server = self._server.spec
-            trusted = bool(server.flags.get("trust-remote-code"))
-            model = Path(server.model_path)
-            self.tokenizer = await asyncio.to_thread(load_tokenizer, model, trust_remote_code=trusted)
             self._client = Client(self._spec.name, f"http://{HOST}:{server.port}", server.key)
         else:
             assert self._spec.url is not None

@@ -49,7 +49,9 @@ class EpisodeAttempt:
         self.full = False  # the last completion took all room that was left
         self.requests_sent = 0
         self.prompt_tokens = 0  # over all requests
-        self.engine_seconds = 0.0
+        self.engine_seconds = 0.0  # in which at least one request is out
+        self._out = 0  # requests
+        self._out_since = 0.0
         self._reserved = 0  # tokens that requests in flight may still sample
         self._released = asyncio.Event()  # a request in flight has ended
         self._admission = asyncio.Lock()  # first come, first served
@@ -158,6 +160,7 @@ class EpisodeAttempt:
 
     async def _sample(self, sequence: SampledSequence, max_tokens: int) -> Completion:
         spec = self.group.spec
+        self.group.before_request()
         self.requests_sent += 1
         request = GroupRequest(
             spec.prompt.id,
@@ -169,9 +172,15 @@ class EpisodeAttempt:
             turn=f"{self.requests_sent} of episode {self.session.number} of member {self.number}",
         )
 
-        sent = time.perf_counter()
-        (completion,) = await self.group.requests.send(request, spec.version, self.group.sticky_engine.engine)
-        self.engine_seconds += time.perf_counter() - sent
+        if not self._out:
+            self._out_since = time.perf_counter()
+        self._out += 1
+        try:
+            (completion,) = await self.group.requests.send(request, spec.version, self.group.sticky_engine.engine)
+        finally:
+            self._out -= 1
+            if not self._out:
+                self.engine_seconds += time.perf_counter() - self._out_since
         self.prompt_tokens += len(request.token_ids)
         self.completions.append(completion)
         self.group.sampled_tokens += len(completion.token_ids)

@@ -21,6 +21,7 @@ class GroupSpec:
     sampling: Sampling  # max_tokens: of a trajectory
     version: Callable[[], int]  # synced last
     training: bool
+    on_sent: Callable[[], None]  # before the first request of its episodes, which may wait long for a worker
 
 
 class EpisodeGroup:
@@ -33,6 +34,7 @@ class EpisodeGroup:
         self.trajectories: dict[int, Trajectory] = {}  # by member; those that failed are missing
         self.sampled_tokens = 0
         self.aborted = False  # as too stale
+        self._is_sent = False
         self._playing: asyncio.Future[None] | None = None
 
     async def run(self, member: Callable[["EpisodeGroup", int], Coroutine[Any, Any, None]]) -> None:
@@ -46,6 +48,11 @@ class EpisodeGroup:
             if isinstance(error, Aborted) or self.aborted:
                 raise Aborted(self.spec.prompt.id, self.sampled_tokens) from None
             raise
+
+    def before_request(self) -> None:
+        if not self._is_sent:
+            self._is_sent = True
+            self.spec.on_sent()
 
     def abort(self) -> None:
         if self._playing is not None:
