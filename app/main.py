@@ -32,6 +32,7 @@ from app.mode import WRITES, ModeResult, run_mode
 from app.recovery.resume import has_checkpoint, holds_run
 from app.recovery.run_lock import FolderInUse
 from app.start.settle import Job, settle
+from app.tracking.run_folder import CONFIG
 from app.utils.files import disk_errors, require_writable
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
@@ -115,6 +116,7 @@ class SweepEnd(Callback):
     """
 
     kept: ClassVar[Path | None] = None  # the folder, or the nearest above it, that this command has not made
+    before: tuple[Path, ...] = ()  # folders in that of the sweep
     failed = False  # whether a job of this process failed
 
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
@@ -136,7 +138,9 @@ class SweepEnd(Callback):
         try:
             require_writable("hydra.sweep.dir", str(config.hydra.sweep.dir or ""))
             folder = Path(str(config.hydra.sweep.dir))
-            used = folder.is_dir() and any(holds_run(each) for each in folder.iterdir() if each.is_dir())
+            there = [each for each in folder.glob("*") if each.is_dir()]
+            self.before = tuple(each for each in there if not (each / CONFIG).is_dir())  # of no job
+            used = any(map(holds_run, there))
             expect(not used, "hydra.sweep.dir", folder, "another folder; it already holds the runs of a sweep")
         except ERRORS as error:  # Hydra would only warn of an error in a callback
             raise SystemExit(report(error)) from None
@@ -148,11 +152,12 @@ class SweepEnd(Callback):
         from app.mode.report import end_sweep
 
         folder = Path(str(config.hydra.sweep.dir))
-        if lines := end_sweep(folder):
+        lines, finished = end_sweep(folder, self.before)
+        if lines:
             echo("\n".join(lines))
         elif all(file.name == "multirun.yaml" for file in folder.rglob("*") if file.is_file()):
             shutil.rmtree(folder, ignore_errors=True)  # plans write nothing; the folder and this file are Hydra's
-        if self.failed:
+        if self.failed or not finished:
             raise SystemExit(FAILED_EXIT)
 
 

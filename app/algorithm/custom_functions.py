@@ -1,18 +1,20 @@
 """Trial of a user's objectives and advantages on made-up values, before anything starts."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from app.config.algorithm import ADVANTAGES, OBJECTIVES, AlgorithmConfig
+from app.config.teacher import TeacherConfig
 from app.utils.user_code import require
 
 REWARDS = ([0.0, 1.0, 0.0, 1.0], [0.25, 3.0])  # of groups
 LENGTHS = (3, 0, 5)  # tokens of sequences
 
 
-def require_own(config: AlgorithmConfig) -> None:
+def require_own(config: AlgorithmConfig, teacher: TeacherConfig) -> None:
     """Raise `ConfigError` if a function that `algorithm.advantage` or `algorithm.objective` names cannot be used."""
     if config.advantage not in ADVANTAGES:
         accepted = "the path of a function from rewards [G] to finite advantages [G]"
@@ -21,7 +23,7 @@ def require_own(config: AlgorithmConfig) -> None:
         import torch  # noqa: F401  # not within the time for the user's module
 
         accepted = "the path of a function from (batch, ratio) to the finite terms [N] of its tokens, with a gradient"
-        require("algorithm.objective", config.objective, accepted, _try_objective)
+        require("algorithm.objective", config.objective, accepted, partial(_try_objective, config, teacher))
 
 
 def _try_advantage(function: Callable[..., Any]) -> str | None:
@@ -35,7 +37,8 @@ def _try_advantage(function: Callable[..., Any]) -> str | None:
     return None
 
 
-def _try_objective(function: Callable[..., Any]) -> str | None:
+def _try_objective(config: AlgorithmConfig, teacher: TeacherConfig, function: Callable[..., Any]) -> str | None:
+    """Return what is wrong with the function, if anything, on a batch with the fields that it has in this run."""
     import torch
 
     from app.algorithm.objective import TokenBatch
@@ -46,15 +49,18 @@ def _try_objective(function: Callable[..., Any]) -> str | None:
     old_logprobs = logprobs - 0.1
     batch = TokenBatch(
         logprobs=logprobs.requires_grad_(),
-        old_logprobs=old_logprobs,
+        old_logprobs=old_logprobs if config.needs_old_logprobs else None,
         rollout_logprobs=logprobs.detach() + 0.1,
-        reference_logprobs=None,
+        reference_logprobs=old_logprobs if config.needs_reference else None,
         entropy=torch.ones(tokens),
         sequence=torch.repeat_interleave(torch.arange(len(LENGTHS)), lengths.long()),
         advantages=torch.tensor([1.0, 0.5, -1.0]),
         lengths=lengths,
         trajectory_tokens=lengths,
         weight_mask=torch.ones(len(LENGTHS)),
+        teacher_logprobs=old_logprobs if teacher.given else None,
+        teacher=teacher,
+        same_version=torch.ones(tokens, dtype=torch.bool),
     )
     terms = function(batch, (logprobs - old_logprobs).exp())
 

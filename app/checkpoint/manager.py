@@ -39,7 +39,7 @@ from app.utils import files
 from app.utils.tasks import in_thread, run_to_end
 from app.utils.units import size
 
-OVERHEAD = 1.02  # bytes on disk over bytes of tensors: names, headers, random state
+OVERHEAD = 1.02  # bytes on disk over bytes of tensors: names, headers
 COMMIT_TIMEOUT_S = 30.0  # for the end of a commit that was under way when its time was over
 
 
@@ -87,8 +87,7 @@ class CheckpointManager:
         # Checkpoints that `keep` deletes make room; those set aside, now or at the rewind, do not.
         last = step_of(resume_point.path) if resume_point else -1
         kept = (checkpoint for checkpoint in complete(self.folder) if step_of(checkpoint) <= last)
-        used = sum(file.stat().st_size for each in kept for file in each.rglob("*") if file.is_file())
-        available = shutil.disk_usage(self.folder).free + used
+        available = shutil.disk_usage(self.folder).free + files.bytes_in(kept)
         count = self.keep + int(self.keep_best) + 1
         if available < int(count * checkpoint_bytes * OVERHEAD):
             advice = "a smaller number, checkpoint.keep_best=false" if self.keep_best else "a smaller number"

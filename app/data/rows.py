@@ -14,11 +14,11 @@ Invariants:
 - A row keeps its index among all records of its set, whatever is skipped or dropped before it.
 - Training rows and held-out rows are disjoint. Held-out and generated rows are the same for every run, machine and
   Python version, so that runs are comparable: `random.Random.sample` over a range is stable.
-- An evaluation set that shares questions with the training set causes a warning.
+- An evaluation set that shares questions with the training set causes a warning; demonstrations of them are left out.
 """
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from app.config.data import OPERANDS, DataConfig, EvalSetConfig, GeneratedConfig
 from app.data import records, user_rows
 from app.data.records import Record, Records
 from app.data.row import Row, RowMapper
-from app.errors import ConfigError
+from app.errors import ConfigError, expect
 from app.utils.chat_messages import REPLY
 
 DEFAULT_EVAL_SET = "eval"
@@ -170,9 +170,21 @@ def check_files(config: DataConfig, *, replies: bool = False) -> None:
             reader.read(each)
 
 
-def demonstrations(config: DataConfig) -> list[Row]:
-    """Read the rows of `data.demonstrations`. Raises `ConfigError` as `load` does."""
-    return RowReader(config, replies=True).read(RowSet("demonstrations", "data.demonstrations", config.demonstrations))
+def demonstrations(config: DataConfig, evaluated: Iterable[Row]) -> tuple[list[Row], list[str]]:
+    """Read the rows of `data.demonstrations`, without the questions of evaluated rows. Raises as `load` does.
+
+    Returns the rows and warnings.
+    """
+    key = "data.demonstrations"
+    reader = RowReader(config, replies=True)
+    rows = reader.read(RowSet("demonstrations", key, config.demonstrations))
+    asked = {row.prompt_key for row in evaluated}
+    kept = [row for row in rows if row.prompt_key not in asked]
+    expect(bool(kept), key, config.demonstrations, "rows with questions that no evaluation set has")
+    left_out = (
+        f"{len(rows) - len(kept)} of {len(rows)} demonstrations are left out: evaluation sets have their questions"
+    )
+    return kept, [*reader.warnings, *([left_out] if len(kept) < len(rows) else [])]
 
 
 def generated(name: str, sizes: GeneratedConfig, *, replies: bool = False) -> tuple[list[Row], list[Row]]:

@@ -13,6 +13,7 @@ from app.mode import ModeResult
 from app.model.hf_directory import identity, locate
 from app.model.lora.base_weights import require_targets
 from app.recovery.run_lock import run_lock
+from app.recovery.saved_config import SAVED
 
 
 def run(config: RunConfig, folder: Path | None) -> ModeResult:
@@ -42,6 +43,7 @@ def export_run(config: RunConfig, folder: Path | None) -> Path:
 
     parent = checkpoint.parent
     run = parent.parent if parent.name == CHECKPOINTS else parent
+    run = next((each for each in checkpoint.parents[:3] if (each / SAVED).is_file()), run)  # also of `final/` and aside
     with run_lock(run):
         return export_checkpoint(checkpoint, source, run / FOLDER)
 

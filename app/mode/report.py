@@ -4,7 +4,7 @@ Another process may be writing the run. Its folder is left alone then, and the r
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from app.config import RunConfig
@@ -15,6 +15,7 @@ from app.recovery.run_lock import FolderInUse, run_lock
 from app.tracking.report.comparison import compare, run_table, screen, seed_table
 from app.tracking.report.data import find_runs, read_run
 from app.tracking.report.page import NAME, write_page, write_report
+from app.tracking.run_folder.summary import Status
 from app.utils.files import replace_file
 
 COMPARISONS = Path("outputs/comparisons")
@@ -72,12 +73,19 @@ def write_comparison(folders: Sequence[Path], out: Path) -> list[str]:
     return [*screen(comparison), "", f"report: {out / NAME}", f"tables: {out / RUNS}"]
 
 
-def end_sweep(folder: Path) -> list[str]:
-    """Compare the jobs in a sweep's folder, those that did not start included; do nothing if none did."""
+def end_sweep(folder: Path, before: Collection[Path] = ()) -> tuple[list[str], bool]:
+    """Compare the jobs in a sweep's folder, those that did not start included; do nothing if none did.
+
+    Returns lines for the screen, and whether all have finished, but for what is in folders that were there `before`:
+    launchers that run jobs in parallel do not say.
+    """
     if not any(folder.glob("*/summary.json")):
-        return []
+        return [], True
     runs = find_runs(folder)
     # Launchers keep files in hidden folders.
     jobs = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
     other = [job for job in jobs if not any(run.is_relative_to(job) for run in runs)]
-    return [str(folder), *write_comparison([*runs, *other], folder)]
+    jobs = [*runs, *other]
+    own = [job for job in jobs if not any(job.is_relative_to(each) for each in before)]
+    finished = all(read_run(job).summary.get("status") == Status.finished.value for job in own)
+    return [str(folder), *write_comparison(jobs, folder)], finished

@@ -131,7 +131,7 @@ def resume_preview(settings: DictConfig, folder: Path) -> Resumption:
     saved = load(run)
     merged, notes = take_over(settings, saved, run, (*RESUMABLE, *EVALUABLE))
     merged.mode = saved.mode if saved.mode is Mode.sft else merged.mode
-    return Resumption(merged, folder, notes=notes)
+    return Resumption(merged, run, notes=notes)
 
 
 def locate(resume: str) -> tuple[Path, Path | None]:

@@ -1,34 +1,29 @@
 """The saved configuration of a run: written with absolute paths, read, and taken over by a command that resumes it.
 
-Numbers and flags that refer to the environment are saved resolved. A text may be a secret: its reference is saved, and
-a salted digest of its value, which a resume compares.
+Numbers and flags that refer to the environment are saved resolved. A text may be a secret: its reference is saved.
 """
 
 import glob
-import json
 import os
 import re
-import secrets
 from collections.abc import Collection, Mapping
 from copy import deepcopy
 from enum import Enum
-from hashlib import scrypt
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, Node, OmegaConf, open_dict
-from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException
 
 from app.config import RunConfig
 from app.config.command_line import names_of
 from app.config.compose import config_error
 from app.config.model import TINY_PRESETS
-from app.errors import ConfigError, echo, yaml_text
+from app.errors import ConfigError, yaml_text
 from app.tracking.run_folder import CONFIG, flatten
 from app.utils.files import replace_file
 
 SAVED = Path(CONFIG) / "config.yaml"
-DIGESTS = Path(CONFIG) / "environment.json"  # by setting: salt and digest
 PATHS = ("path", "eval_path", "demonstrations", "chat_template")  # settings of files
 REFERENCE = "${oc.env:"
 ALWAYS = ("hydra", "mode", "resume")  # never taken from the saved configuration
@@ -36,57 +31,26 @@ TEACHERS = ("teacher.urls",)  # they may move, but their term of the loss may no
 
 
 def save(settings: DictConfig, folder: Path) -> None:
-    """Write the settings of the run in `folder`. The configuration is last: a folder without it holds no run."""
+    """Write the settings of the run in `folder`."""
     raw, resolved = (OmegaConf.to_container(settings, resolve=each, enum_to_str=True) for each in (False, True))
-    values, texts = flatten(resolved), flatten(raw)
-    referring = [key for key, text in texts.items() if _refers(text, texts) and not _is_number(values.get(key))]
-    digests = {key: _digest(values.get(key), secrets.token_hex(16)) for key in referring}
-
-    replace_file(folder / DIGESTS, json.dumps(digests, indent=1))
-    replace_file(folder / SAVED, OmegaConf.to_yaml(absolute_paths(_with_references(raw, resolved, texts))))
+    replace_file(folder / SAVED, OmegaConf.to_yaml(absolute_paths(_with_references(raw, resolved, flatten(raw)))))
 
 
 def load(folder: Path) -> DictConfig:
-    """Load the settings of a run. Those that only an earlier version had are left out, and named unless empty.
-
-    Raises `ConfigError` if the others do not fit.
-    """
-    settings: Any = OmegaConf.to_container(OmegaConf.load(folder / SAVED), resolve=False)
-    gone: dict[str, Any] = {}
-    trainer = settings.get("trainer") or {}
-    if trainer.get("activation_checkpointing") == "some":  # of an earlier version; gradients are the same
-        trainer["activation_checkpointing"] = "auto"
-    while True:
-        try:
-            saved = OmegaConf.merge(OmegaConf.structured(RunConfig), settings)
-            break
-        except OmegaConfBaseException as error:
-            key = str(error.full_key)
-            place = _place(settings, key) if isinstance(error, ConfigKeyError) else None
-            if place is None:
-                why = f"{SAVED} is not a configuration of this version: {config_error(error)}"
-                raise ConfigError("resume", folder, reason=why) from error
-        section, name = place
-        gone |= flatten({key: section.pop(name)})
-    if named := [f"{key}={yaml_text(value)}" for key, value in gone.items() if value]:
-        echo(f"the run in {folder} was saved by an earlier version, whose settings {', '.join(named)} are left out")
+    """Load the settings of a run. Raises `ConfigError` if they are not those of this version."""
+    try:
+        saved = OmegaConf.merge(OmegaConf.structured(RunConfig), OmegaConf.load(folder / SAVED))
+    except OmegaConfBaseException as error:
+        why = f"{SAVED} is not a configuration of this version: {config_error(error)}"
+        raise ConfigError("resume", folder, reason=why) from error
     assert isinstance(saved, DictConfig)
     return saved
-
-
-def _place(section: dict[str, Any], key: str) -> tuple[dict[str, Any], str] | None:
-    """Return the mapping that holds a setting, and its name there. Names may have points."""
-    if key in section:
-        return section, key
-    inner = [(name, each) for name, each in section.items() if key.startswith(f"{name}.") and isinstance(each, dict)]
-    return next(filter(None, (_place(each, key.removeprefix(f"{name}.")) for name, each in inner)), None)
 
 
 def take_over(
     settings: DictConfig, saved: DictConfig, folder: Path, changeable: Collection[str]
 ) -> tuple[DictConfig, tuple[str, ...]]:
     """Return the saved settings with this command's overrides, and their changes; `ConfigError` for what must stay."""
-    _require_same_environment(saved, folder, changeable)
     given = [key for key in names_of(settings.hydra.overrides.task) if not _is_in(key, ALWAYS)]
     sections = [str(key) for key in saved if key not in ALWAYS]
     # The presets of a group without a section (`experiment`) may set anything. A data preset selects its reward.
@@ -139,17 +103,6 @@ def _leaves(settings: DictConfig) -> Mapping[str, str]:
     complete = OmegaConf.merge(OmegaConf.structured(RunConfig), OmegaConf.to_container(known))
     values = flatten(absolute_paths(_resolved(complete)))
     return {key: yaml_text(value) for key, value in values.items() if value != {} and key not in ALWAYS}
-
-
-def _require_same_environment(saved: DictConfig, folder: Path, changeable: Collection[str]) -> None:
-    """Raise `ConfigError` if a setting outside of `changeable` refers to another text than when the run was saved."""
-    file = folder / DIGESTS
-    digests: dict[str, str] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    values, texts = flatten(_resolved(saved)), flatten(saved)
-    for key in (key for key in digests if key in texts and not _is_in(key, changeable)):
-        if _digest(values.get(key), digests[key].partition(":")[0]) != digests[key]:
-            accepted = f"the value that the environment had when the run in {folder} was saved"
-            raise ConfigError(key, texts[key], accepted, "its variable has another one now, or none")
 
 
 def _node(settings: DictConfig, key: str) -> Node | None:
@@ -209,8 +162,3 @@ def _with_references(raw: Any, resolved: Any, texts: Mapping[str, Any]) -> Any:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float)
-
-
-def _digest(value: Any, salt: str) -> str:
-    text = json.dumps(value, default=str).encode()
-    return f"{salt}:{scrypt(text, salt=salt.encode(), n=2**14, r=8, p=1, dklen=16).hex()}"

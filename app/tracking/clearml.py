@@ -70,10 +70,12 @@ class ClearML:
     def close(self, status: str) -> None:
         if status == "failed":
             self._task.mark_failed(ignore_errors=True, status_reason="the run failed", force=True)
-        elif status == "interrupted":
-            self._task.mark_stopped(force=True, status_message="interrupted")
-        session = self._task.get_offline_mode_folder()
-        self._task.close()
+        session, task_id = self._task.get_offline_mode_folder(), self._task.id
+        self._task.close()  # which marks a task as completed that has not failed
+        if status == "interrupted" and session is None:
+            from clearml import Task
+
+            Task.get_task(task_id=task_id).mark_stopped(force=True, status_message="interrupted")
         if session is not None:
             self._folder.mkdir(parents=True, exist_ok=True)
             shutil.move(session.with_suffix(".zip"), self._folder)

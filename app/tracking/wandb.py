@@ -92,8 +92,9 @@ class WeightsAndBiases:
 
     def _resume(self, options: DashboardOptions, resumed_at: int) -> None:
         """Send the steps up to `resumed_at` that W&B did not confirm."""
-        # Online the server names the first step that it lacks; offline it is 0.
-        sent = self._progress.last_step = max(self._progress.last_step, self._run.starting_step - 1)
+        # Online the server names the first step that it lacks: an earlier attempt may have been offline or elsewhere.
+        sent = self._progress.last_step if self._run.offline else self._run.starting_step - 1
+        self._progress.last_step = sent
         if sent > resumed_at:
             options.warn(
                 f"wandb cannot replace steps {resumed_at + 1} to {sent}, which an earlier attempt sent: its "

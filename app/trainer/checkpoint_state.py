@@ -35,14 +35,14 @@ from app.errors import CheckpointError, one_line
 from app.model.parallelize import replica_mesh, reshard
 from app.model.policy import PolicyModel, named_trained_tensors
 from app.model.sharding import local_shard, replicas
-from app.trainer.host_state import HostCopier, read_rng, write_rng
+from app.trainer.host_state import HostCopier
 from app.trainer.optimizer import PolicyOptimizer
 from app.utils.files import ChecksumWriter
 
 log = logging.getLogger(__name__)
 
 # Prefixes of a checkpoint's keys.
-MODEL, OPTIMIZER, RANDOM, SCHEDULE = "model.", "optimizer.", "random.", "schedule."
+MODEL, OPTIMIZER, SCHEDULE = "model.", "optimizer.", "schedule."
 UNREADABLE = (OSError, EOFError, UnpicklingError, ValueError, KeyError, AttributeError, ImportError, IndexError)
 READ_BYTES = 2**30  # of tensors that an export holds at once
 MAX_NAMES = 3  # tensor names in an error
@@ -65,9 +65,7 @@ class RankState:
     def __init__(self, model: PolicyModel, optimizer: PolicyOptimizer, device: torch.device, *, timeout_s: float):
         self.model = model
         self.optimizer = optimizer
-        self.device = device
         self._copier = HostCopier(device)
-        self.rank = dist.get_rank() if dist.is_initialized() else 0
         self._captured: dict[str, Tensor] | None = None
         self._process_group: dist.ProcessGroup | None = None
         if dist.is_initialized():
@@ -101,7 +99,6 @@ class RankState:
 
         captured = {key: self._on_host(tensor, copy or self.host_copy) for key, tensor in tensors.items()}
         captured[self._schedule_key] = torch.tensor([self.optimizer.updates, self.optimizer.skipped_in_a_row])
-        captured[f"{RANDOM}{self.rank}"] = read_rng(self.device)
         self._captured = captured
         return sum(local_shard(tensor).nbytes for tensor in captured.values())
 
@@ -122,7 +119,7 @@ class RankState:
         return written.checksums
 
     def restore(self, folder: Path) -> None:
-        """Load a checkpoint's parameters, optimizer, schedule and random state. Nothing may be offloaded.
+        """Load a checkpoint's parameters, optimizer and schedule. Nothing may be offloaded.
 
         Raises:
             CheckpointError: The checkpoint cannot be read, or is of another model or optimizer. In the latter two
@@ -142,11 +139,6 @@ class RankState:
                 target[key] = _empty_slot(saved[key], parameters[name])
                 optimizer_state.setdefault(parameters[name], {})[slot] = target[key]
 
-        # A rank that the checkpoint does not have keeps the random state of its seed.
-        random_key = f"{RANDOM}{self.rank}"
-        if random_key in saved:
-            target[random_key] = torch.zeros(saved[random_key].size, dtype=torch.uint8)
-
         with _wrap_errors(folder, "read"):
             dcp.load(
                 target,
@@ -156,8 +148,6 @@ class RankState:
             )
         updates, skipped = target[self._schedule_key].tolist()
         self.optimizer.restore(optimizer_state, updates=updates, skipped_in_a_row=skipped)
-        if random_key in target:
-            write_rng(target[random_key], self.device)
 
     @property
     def _schedule_key(self) -> str:

@@ -1,16 +1,13 @@
-"""Copies in host memory: of a checkpoint's tensors and random number generators, and of what a device has no room for.
+"""Copies in host memory: of a checkpoint's tensors, and of what a device has no room for.
 
 A direct copy to pageable memory goes through the driver's own staging, at a fraction of the bus's bandwidth. Here, one
 pinned buffer is filled by the device while another one is emptied by the host.
 """
 
-import json
-import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -172,36 +169,3 @@ def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
     """Return a view of a storage, [bytes] uint8."""
     view = torch.empty(0, dtype=torch.uint8, device=storage.device)
     return view.set_(storage, 0, (storage.nbytes(),), (1,))
-
-
-def read_rng(device: torch.device) -> Tensor:
-    """Return the state of Python's, numpy's, torch's and the device's generators as one tensor, [bytes] uint8."""
-    version, numbers, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    device_state = None
-    if device.type != "cpu":
-        device_state = torch.get_device_module(device).get_rng_state(device).tolist()
-
-    state = {
-        "python": [version, numbers, gauss],
-        "numpy": [name, np.asarray(keys).tolist(), position, has_gauss, cached],
-        "torch": torch.get_rng_state().tolist(),
-        "device": device_state,
-    }
-    return torch.frombuffer(bytearray(json.dumps(state).encode()), dtype=torch.uint8)
-
-
-def write_rng(saved: Tensor, device: torch.device) -> None:
-    """Restore what `read_rng` returned. The device's generator is restored only if both devices are accelerators."""
-    state = json.loads(bytes(saved.tolist()))
-
-    version, numbers, gauss = state["python"]
-    random.setstate((version, tuple(numbers), gauss))
-
-    name, keys, *rest = state["numpy"]
-    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
-
-    torch.set_rng_state(torch.tensor(state["torch"], dtype=torch.uint8))
-    if state["device"] is not None and device.type != "cpu":
-        device_state = torch.tensor(state["device"], dtype=torch.uint8)
-        torch.get_device_module(device).set_rng_state(device_state, device)

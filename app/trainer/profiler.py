@@ -6,14 +6,17 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from app.types import StepReport
+
 
 class StepProfiler:
     """Profiles from `begin` of the chosen steps to the end of their weight sync. Does nothing in other steps."""
 
-    def __init__(self, steps: Sequence[int], folder: Path, rank: int):
+    def __init__(self, steps: Sequence[int], folder: Path, rank: int, supervised: bool = False):
         self.steps = frozenset(steps)
         self.folder = folder
         self.rank = rank
+        self.supervised = supervised  # no sync follows a step
         self._step = 0
         self._profile: profile | None = None
 
@@ -26,6 +29,11 @@ class StepProfiler:
             activities = [activity for activity in ProfilerActivity.__members__.values() if activity in supported]
             self._profile = profile(activities=activities)
             self._profile.start()
+
+    def after(self, report: StepReport) -> StepReport:
+        if self.supervised:
+            self.finish()
+        return report
 
     def finish(self) -> None:
         """Write `profile/step_N_rank_R.json`, a Chrome trace."""

@@ -73,6 +73,7 @@ class RankSpec:
     seed: int
     logs: Path  # folder
     profile_steps: tuple[int, ...] = ()
+    supervised: bool = False
     moments_on_host: bool = False  # Adam's, between its updates
     lora: LoraConfig = field(default_factory=LoraConfig)
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
@@ -249,7 +250,7 @@ class TrainerRank:
             self.model, self.optimizer, spec.step_settings, self.torch_device, reference, self._peak_flops()
         )
         self.state = RankState(self.model, self.optimizer, self.torch_device, timeout_s=spec.trainer.timeout_s)
-        self.profiler = StepProfiler(spec.profile_steps, spec.logs.parent / "profile", self.rank)
+        self.profiler = StepProfiler(spec.profile_steps, spec.logs.parent / "profile", self.rank, spec.supervised)
 
     def _peak_flops(self) -> float | None:
         """Return the peak FLOP/s of this rank's device; None if it is not known. Known peaks are those of bfloat16."""
@@ -281,7 +282,7 @@ class TrainerRank:
         self.step.old_logprobs(groups)
 
     def finish_step(self) -> StepReport:
-        return self.step.finish()
+        return self.profiler.after(self.step.finish())
 
     def abort_step(self) -> None:
         """Discard the open step. Frees the memory of a failed pass first: the reset gathers parameters again."""

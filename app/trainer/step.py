@@ -37,7 +37,7 @@ from app.algorithm.objective import TokenBatch
 from app.config.algorithm import AlgorithmConfig, Correction
 from app.config.teacher import TeacherConfig
 from app.errors import TrainerError
-from app.model.lora.layer import adapter_metrics, adapters_off
+from app.model.lora.layer import adapters_off
 from app.model.packing import to_device
 from app.model.parallelize import reset_fsdp_state, reshard
 from app.model.policy import PolicyModel
@@ -341,7 +341,6 @@ class TrainStep:
         return {
             **_loss_metrics(self._totals, self.settings),
             **update_metrics(self._results),
-            **adapter_metrics(self.model),
             **throughput_metrics(
                 self._timer.seconds(), tokens=tokens, flops=self._flops, ranks=self.ranks, peak_flops=self.peak_flops
             ),

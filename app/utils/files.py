@@ -10,7 +10,7 @@ import io
 import os
 import shutil
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -43,6 +43,11 @@ def replace_file(path: Path, content: str | bytes, *, durable: bool = False) -> 
 
     if durable:
         sync(path.parent)
+
+
+def bytes_in(folders: Iterable[Path]) -> int:
+    """Return the bytes of the files in folders."""
+    return sum(file.stat().st_size for each in folders for file in each.rglob("*") if file.is_file())
 
 
 def overwrite(path: Path, content: str) -> None:

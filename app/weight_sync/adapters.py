@@ -70,7 +70,7 @@ class AdapterSender:
         from app.model.lora.names import served_config
 
         self.trainer_rank.require_onloaded("weight sync", TrainerMemory.parameters)
-        self.release()
+        self._remove()
         tensors = dict(pair for name in self.tensors for pair in self._gather(name))
         if self.trainer_rank.rank != 0:
             return None
@@ -87,7 +87,10 @@ class AdapterSender:
 
     def release(self) -> None:
         """Remove the last push from shared memory. Idempotent. Engines that read it keep what they need."""
+        self._remove()
         self.trainer_rank.profiler.finish()
+
+    def _remove(self) -> None:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None

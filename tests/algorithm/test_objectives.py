@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from app.algorithm.custom_functions import require_own
-from app.config.algorithm import Aggregation, AlgorithmConfig, Correction, OldPolicy
+from app.config.algorithm import Aggregation, AlgorithmConfig, Correction, Kl, OldPolicy
+from app.config.teacher import TeacherConfig
 from tests.refusals import refused
 
 from .cases import random_case, update
@@ -97,6 +98,15 @@ def constant(batch, ratio):
 def infinite(batch, ratio):
     return ratio / 0
 
+def from_old(batch, ratio):
+    return batch.logprobs - batch.old_logprobs
+
+def from_reference(batch, ratio):
+    return batch.logprobs - batch.reference_logprobs
+
+def from_teacher(batch, ratio):
+    return batch.logprobs - batch.teacher_logprobs
+
 def raising(batch, ratio):
     raise KeyError("no")
 
@@ -138,6 +148,22 @@ def test_a_function_of_the_user_is_the_objective(own: str) -> None:
 )
 def test_a_function_that_cannot_be_used_is_refused(setting: str, name: str, own: str) -> None:
     usable = AlgorithmConfig(objective=f"{own}.half_reinforce", advantage=f"{own}.centered")
-    require_own(usable)
+    require_own(usable, TeacherConfig())
     with refused(f"algorithm.{setting}", f"{own}.{name}"):
-        require_own(replace(usable, **{setting: f"{own}.{name}"}))  # type: ignore[arg-type]
+        require_own(replace(usable, **{setting: f"{own}.{name}"}), TeacherConfig())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "teacher"),
+    [
+        ("from_old", AlgorithmConfig(updates_per_step=2), TeacherConfig()),
+        ("from_reference", AlgorithmConfig(kl=Kl.k3), TeacherConfig()),
+        ("from_teacher", AlgorithmConfig(), TeacherConfig(path="tiny")),
+    ],
+)
+def test_an_objective_is_tried_on_what_the_run_gives_it(
+    name: str, config: AlgorithmConfig, teacher: TeacherConfig, own: str
+) -> None:
+    require_own(replace(config, objective=f"{own}.{name}"), teacher)
+    with refused("algorithm.objective", f"{own}.{name}", "NoneType"):
+        require_own(AlgorithmConfig(objective=f"{own}.{name}"), TeacherConfig())

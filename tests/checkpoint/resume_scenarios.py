@@ -1,12 +1,10 @@
 """Runs of several steps: one that saves a checkpoint midway, and one that resumes from it."""
 
-import random
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -28,12 +26,11 @@ ALL_WEIGHTS = LoraConfig()
 
 @dataclass(frozen=True)
 class RunResult:
-    """Results of a run. The same on all ranks, except that the random numbers are rank 0's."""
+    """Results of a run. The same on all ranks."""
 
     metrics: dict[int, dict[str, float]]  # by step
     saved: dict[str, Tensor]  # parameters at capture, or right after restore
     after: dict[str, Tensor]  # parameters at the end
-    numbers: list[float]  # drawn from each generator after capture or restore
     checksums: dict[str, int] = field(default_factory=dict)  # CRC-32 of the files that all ranks wrote, by name
 
 
@@ -51,20 +48,18 @@ def run_and_save(
     metrics = {version: _step(step, groups, version) for version in range(1, SAVED + 1)}
     folder.mkdir(exist_ok=True)
     saved = parameters(step.model)
-    numbers: list[float] = []
     writing: list[Future[dict[str, int]]] = []
     with ThreadPoolExecutor(1) as pool:
 
         def capture() -> None:
             assert any(parameter.grad is not None for parameter in step.model.parameters())
             state.capture()
-            numbers.extend(_draw())
             writing.append(pool.submit(state.write, folder))
 
         metrics[SAVED + 1] = _step(step, groups, SAVED + 1, midway=capture)
         metrics |= {version: _step(step, groups, version) for version in range(SAVED + 2, STEPS + 1)}
         written = _of_all_ranks(writing[0].result(), mesh)
-    return RunResult(metrics, saved, parameters(step.model), numbers, written)
+    return RunResult(metrics, saved, parameters(step.model), written)
 
 
 def run_resumed(
@@ -78,9 +73,9 @@ def run_resumed(
     step.old_logprobs(groups)  # a forward alone: the root stays gathered
     step.abort()
     state.restore(folder)
-    saved, numbers = parameters(step.model), _draw()
+    saved = parameters(step.model)
     metrics = {version: _step(step, groups, version) for version in range(SAVED + 1, STEPS + 1)}
-    return RunResult(metrics, saved, parameters(step.model), numbers)
+    return RunResult(metrics, saved, parameters(step.model))
 
 
 def on_two_ranks(
@@ -112,7 +107,3 @@ def _step(
     midway()
     step.add_groups(data[-1:])
     return dict(step.finish().metrics)
-
-
-def _draw() -> list[float]:
-    return [random.random(), float(np.random.random()), torch.rand(()).item()]

@@ -124,6 +124,16 @@ def test_a_run_that_is_being_written_is_not_exported_into(exported: tuple[Path, 
     assert export_run(config_of(source), run) == run / "export"
 
 
+@pytest.mark.parametrize("place", ["final/checkpoints", "checkpoints/aside"])
+def test_a_checkpoint_beside_the_others_is_exported_as_one_of_its_run(place: str, exported: tuple[Path, Path]) -> None:
+    source, run = exported
+    (run / CONFIG).mkdir()
+    OmegaConf.save(OmegaConf.structured(composed("device.dtype=float32")), run / CONFIG / "config.yaml")
+    (run / place).mkdir(parents=True)
+    (run / "checkpoints" / "step_3").rename(run / place / "step_3")
+    assert export_run(config_of(source, resume=str(run / place / "step_3")), None) == run / "export"
+
+
 def test_the_command_exports_a_run_without_changing_its_records(exported: tuple[Path, Path]) -> None:
     _, run = exported
     command = [sys.executable, "-m", "app", "mode=export", f"hydra.run.dir={run}"]

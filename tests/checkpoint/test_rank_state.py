@@ -82,16 +82,13 @@ def test_a_restored_trainer_continues_bit_for_bit(continued: str, original: str,
     for name, parameter in other.after.items():
         assert torch.equal(one.saved[name], other.saved[name]), name
         assert torch.equal(one.after[name], parameter), name
-    assert one.numbers == other.numbers
 
 
 @pytest.mark.parametrize(("continued", "original"), [("1 to 2", "1"), ("2 to 1", "2")])
 def test_another_number_of_ranks_continues_the_same_losses(continued: str, original: str, runs: Runs) -> None:
     one, other = runs.by_name[continued], runs.by_name[original]
     for version, metrics in one.metrics.items():
-        for name in ("loss/policy", "loss/total", "grad_norm", "lr", "entropy", "mismatch/kl", "lora/norm"):
-            if name == "lora/norm" and not runs.lora.enabled:
-                continue
+        for name in ("loss/policy", "loss/total", "grad_norm", "lr", "entropy", "mismatch/kl"):
             assert metrics[name] == pytest.approx(other.metrics[version][name], rel=1e-4, abs=1e-6), (version, name)
     for name, parameter in other.saved.items():
         assert torch.equal(one.saved[name], parameter), name
@@ -110,7 +107,7 @@ def test_a_checkpoint_holds_what_is_trained_and_its_optimizer(runs: Runs, path: 
     """With adapters nothing of the base."""
     for name in ("one", "two"):
         keys = dcp.FileSystemReader(runs.folder / name).read_metadata().state_dict_metadata
-        tensors = {key for key in keys if not key.startswith(("random.", "schedule."))}
+        tensors = {key for key in keys if not key.startswith("schedule.")}
         assert len(tensors) == 4 * len(runs.by_name["1"].saved)  # the parameter, step and two moments
         assert all(("lora_A" in key or "lora_B" in key) == runs.lora.enabled for key in tensors)
 
@@ -134,7 +131,7 @@ def test_the_predicted_bytes_are_those_of_the_tensors(path: Path, groups: list[S
     train(step, scenario)
     numbers = sum(parameter.numel() for parameter in step.model.parameters())
     assert state.bytes == 12 * numbers  # float32: parameter and two moments
-    assert 0 < state.capture() - state.bytes < 40_000  # random state, update counts
+    assert 0 < state.capture() - state.bytes < 1000  # update counts
 
 
 @pytest.mark.parametrize(

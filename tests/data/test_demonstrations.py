@@ -139,7 +139,7 @@ def test_the_stream_depends_on_the_step_alone(tiny_model: Path, jsonl: Callable[
 
     def stream() -> DemonstrationStream:
         of = demonstrator(tokenizer, tiny_model, config)
-        return DemonstrationStream(of, rows.demonstrations(config), per_step=3, seed=4, max_prompt_tokens=64)
+        return DemonstrationStream(of, rows.demonstrations(config, [])[0], per_step=3, seed=4, max_prompt_tokens=64)
 
     def texts(sequences: Sequence[TokenSequence]) -> list[str]:
         return [tokenizer.decode(each.token_ids.tolist()) for each in sequences]
@@ -158,9 +158,24 @@ def test_the_stream_drops_and_counts_demonstrations_with_a_long_prompt(
     path = jsonl({"question": "1+1=", "answer": "2"}, {"question": "100+100=", "answer": "200"})
     config = DataConfig(name="mine", demonstrations=path)
     of = demonstrator(load_tokenizer(tiny_model), tiny_model, config)
-    stream = DemonstrationStream(of, rows.demonstrations(config), per_step=1, seed=4, max_prompt_tokens=5)
+    stream = DemonstrationStream(of, rows.demonstrations(config, [])[0], per_step=1, seed=4, max_prompt_tokens=5)
     assert stream.dropped == 1
     assert [prompt.question for prompt in stream.prompts] == ["1+1="]
+
+
+def test_demonstrations_of_evaluated_questions_and_broken_ones_are_left_out_with_a_warning(
+    jsonl: Callable[..., str],
+) -> None:
+    path = jsonl(*({"question": f"{n}+1=", "answer": str(n + 1)} for n in range(40)), {"question": "no answer"})
+    config = DataConfig(name="mine", path=path, demonstrations=path, max_broken_rows=1)
+    held_out = rows.load(config).evals["eval"]
+    assert len(held_out) == 2
+    kept, warnings = rows.demonstrations(config, held_out)
+    assert {row.question for row in kept}.isdisjoint(row.question for row in held_out)
+    assert len(kept) == 38
+    assert [text.split()[:3] for text in warnings] == [["skipped", "1", "broken"], ["2", "of", "40"]]
+    with refused("data.demonstrations", path):
+        rows.demonstrations(config, kept + held_out)
 
 
 @pytest.mark.parametrize(

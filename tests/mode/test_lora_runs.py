@@ -48,8 +48,7 @@ def test_a_run_with_adapters_and(combination: str, placement: str, start: Callab
     steps = steps_of(run)
     assert len(steps) == 4
     assert_on_policy(run, 0.05 if combination == "bfloat16" else ROUNDING)
-    sizes = [line["lora/norm"] for line in steps]
-    assert sizes[-1] > sizes[0] > 0
+    assert all(line["updates/relative_change"] > 0 for line in steps)
     assert all(1 <= line["lora/loaded_adapters"] <= 5 for line in steps)
     assert max(line["staleness/max"] for line in steps) <= (0 if placement == "colocate" else 2)
     # bytes of A and B of this rank, in the engines' dtype
@@ -76,7 +75,7 @@ def test_killed_engine_and_rank_cost_a_run_with_adapters_nothing_but_time(
 
 
 def test_a_resumed_run_continues_its_adapters(start: Callable[..., Run]) -> None:
-    """In colocate, whose order is fixed, the same parameters as without the interruption: the same norm and losses."""
+    """In colocate, whose order is fixed, the same parameters as without the interruption: the same losses."""
     overrides = ["model=tiny_lora", "rollout.temperature=1.0", "eval.before_train=false"]
     run = start(*overrides, "steps=4", "checkpoint.keep=2", "checkpoint.export=false")
     assert run.wait(600) == 0, run.text
@@ -86,6 +85,6 @@ def test_a_resumed_run_continues_its_adapters(start: Callable[..., Run]) -> None
     after = steps_of(run)
     assert [line["step"] for line in after] == list(range(1, 7))
     assert after[3] == before
-    assert after[4]["lora/norm"] > 0
+    assert after[4]["updates/relative_change"] > 0
     assert_on_policy(run)
     assert (run.folder / "export" / "adapter" / "adapter_model.safetensors").exists()

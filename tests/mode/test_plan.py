@@ -74,6 +74,21 @@ def test_the_missions_line_is_planned_in_seconds_without_the_heavy_libraries_and
         assert shown in printed
 
 
+def test_a_supervised_run_that_samples_nothing_is_planned_without_engines() -> None:
+    supervised = (
+        "mode=sft",
+        "device=cuda",
+        "model=qwen3_4b",
+        "placement.devices=3",
+        "data.path=x.jsonl",
+        "eval.every=0",
+    )
+    text = describe(composed(*supervised))
+    assert "  cuda 2: trainer rank 2\n  0 engine(s)" in text
+    assert "generate about 0 s" in text
+    assert not re.search("engine (weights|device|0)|KV cache|mem-fraction", text)
+
+
 def test_a_mixture_of_experts_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe", "num_experts": 128, "num_hidden_layers": 2}')
     with refused("model.path", tmp_path, "mixture of experts"):

@@ -72,8 +72,10 @@ def test_a_resume_refuses_replies_that_changed(mode: str, changed: bool, tiny_mo
     def inputs(work: str) -> RunInputs:
         """Only what the reply says before the answer differs."""
         file.write_text("".join(json.dumps({"question": q, "answer": f"{work} #### {a}"}) + "\n" for q, a in ROWS))
+        asked = tmp_path / "asked.jsonl"
+        asked.write_text(json.dumps({"question": "13+13=", "answer": "#### 26"}) + "\n")
         imitated = [f"data.demonstrations={file}"] if mode == "train" else []
-        line = [f"mode={mode}", f"data.path={file}", f"data.eval_path={file}", "data.answer_after='####'", *imitated]
+        line = [f"mode={mode}", f"data.path={file}", f"data.eval_path={asked}", "data.answer_after='####'", *imitated]
         return RunInputs(composed(*line), CheckStage.start, checkpoint=checkpoint)
 
     before = inputs("add")

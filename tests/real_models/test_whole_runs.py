@@ -93,7 +93,7 @@ def test_adapters_are_served_and_load_in_peft(start: Start) -> None:
     run = start(*smollm2("model.lora.rank=8", "trainer.lr=1e-3", "steps=2", "checkpoint.keep=1"))
     steps = finished(run)
     assert all(line["mismatch/abs_difference"] < ROUNDING for line in steps)
-    assert steps[-1]["lora/norm"] > steps[0]["lora/norm"] > 0
+    assert all(line["updates/relative_change"] > 0 for line in steps)
 
     merged = model_of(run.folder / "export")
     adapted = peft.PeftModel.from_pretrained(model_of(real_model("smollm2")), run.folder / "export" / "adapter")

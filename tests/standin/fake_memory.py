@@ -182,7 +182,6 @@ def without_values() -> Iterator[None]:
         mock.patch.object(packing, "to_device", empty_on),
         mock.patch.object(microbatch, "to_device", empty_on),
         mock.patch.object(optimizer, "grad_norm", known_norm),
-        mock.patch.object(step, "adapter_metrics", return_value={}),
         mock.patch.object(step, "update_metrics", return_value={}),
         mock.patch.object(RawSums, "all_reduce", lambda sums: sums),
         mock.patch.object(UnreadSums, "read", return_value=RawSums(demonstrated=1.0, sums=dict.fromkeys(TABLE, 1.0))),

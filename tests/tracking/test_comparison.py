@@ -50,7 +50,7 @@ def test_a_sweep_over_seeds_ends_with_means_on_the_screen_in_the_report_and_in_c
         summary = {"status": "finished", "steps": 5, **accuracies, "total/seconds": 60.0}
         (folder / "summary.json").write_text(json.dumps(summary))
     seeds = ["25.0% ± 0.0%", "60.0% ± 14.1%", "60.0% ± 14.1%", "1 min 00 s ± 0 s"]
-    assert end_sweep(tmp_path)[10].split() == ["0.1", "2", *" ".join(seeds).split()]
+    assert end_sweep(tmp_path)[0][10].split() == ["0.1", "2", *" ".join(seeds).split()]
     assert "".join(f"<td>{cell}</td>" for cell in ("0.1", "2", *seeds)) in (tmp_path / "report.html").read_text()
 
     with (tmp_path / "runs.csv").open() as file:

@@ -80,10 +80,9 @@ def test_the_policy_is_its_own_reference_without_a_second_model(result: dict[str
     assert (result["second model"], result["own reference"], result["base unchanged"]) == (False, True, True)
     first, second = (metrics["kl/reference"] for metrics in result["metrics"])
     assert first == 0.0 < second
-    assert 0 < result["metrics"][0]["lora/norm"] < result["metrics"][1]["lora/norm"]
 
 
 def test_regions_and_checkpoints_hold_no_base_twice(result: dict[str, Any]) -> None:
     assert result["offloaded optimizer"] == result["optimizer"] < 2.1 * result["trained"]
     beside_them = result["captured"] - result["trained"] - result["optimizer"]
-    assert 0 < beside_them < 40_000 < 2 * result["base"]  # the state of the random numbers
+    assert 0 < beside_them < 1000 < 2 * result["base"]  # the schedule

@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from app.config.model import LoraConfig
 from app.model.hf_checkpoint import match, open_checkpoint
 from app.model.lora.targets import DECAYS, check_targets, is_adapted
-from app.model.sharding import full_tensor, local_shard, own_rows, replicas
+from app.model.sharding import local_shard, own_rows
 
 ADAPTER_PARAMETERS = ("lora_A", "lora_B")
 NOISE = 0.01  # that `randomize` adds to a weight
@@ -80,32 +79,6 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
     finally:
         for module, adapted in before:
             module.adapted = adapted
-
-
-@torch.no_grad()
-def adapter_metrics(model: nn.Module) -> Mapping[str, float]:
-    """Return `lora/norm`, the 2-norm of what the adapters add to the weights; an empty mapping without adapters.
-
-    A collective. Never materializes B·A: ‖B A‖² = Σ (Bᵀ B) ∘ (A Aᵀ), both [r, r]. Each rank holds some rows of B; the
-    Gram matrices of B are all-reduced, and A is gathered.
-    """
-    layers = [module for module in model.modules() if isinstance(module, LoraLinear)]
-    if not layers:
-        return {}
-
-    gathered = [full_tensor(layer.lora_A) for layer in layers]
-    of_a = torch.stack([a @ a.T for a in gathered])
-    of_b = torch.stack([local_shard(layer.lora_B).T @ local_shard(layer.lora_B) for layer in layers])
-    # In float64 on the host: not every device has it.
-    gram = of_b.cpu().double()
-    if any(isinstance(layer.lora_B, DTensor) for layer in layers):
-        dist.all_reduce(gram)
-        gram /= replicas(layers[0].lora_B)
-
-    scales = torch.tensor([layer.scale for layer in layers], dtype=torch.float64)
-    squared = (of_a.cpu().double() * gram).sum(dim=(1, 2)) * scales.square()
-    # Rounding may leave a negative sum where B is 0.
-    return {"lora/norm": squared.sum().clamp_min(0).sqrt().item()}
 
 
 def add_adapters(causal_lm: Any, lora: LoraConfig) -> None:
