@@ -24,7 +24,15 @@ while [ $# -gt 0 ]; do
   esac
 done
 find_python
-compose "${@/#model.path=\/*/model.path=on/the-volume}" # which this machine does not have
+composed=() # without what only the volume has
+for setting in "$@"; do
+  case $setting in
+    model.path=/* | teacher.path=/*) composed+=("${setting%%=*}=on/the-volume") ;;
+    model.lora.path=/* | model.chat_template=/* | rollout.speculative=/*) ;;
+    *) composed+=("$setting") ;;
+  esac
+done
+compose "${composed[@]}"
 local_paths '' "$@"
 while IFS= read -r setting; do
   reached=false

@@ -2,8 +2,9 @@
 # Create .venv from the pinned requirements of a device; update it when they change.
 #   bash launch/setup.sh [--dry-run] cpu|cuda|npu
 # cuda needs the driver, and nvcc of CUDA 13: SGLang compiles kernels on first use.
-# npu needs CANN, git, curl and unzip. CHIP is a3 (default) or 910b. On x86-64 TORCH_INDEX_URL is the index of torch's CPU
-# builds. The versions are those of Dockerfile.npu; a variable of the same name replaces one (KERNELS_TAG=...).
+# npu needs CANN, git, curl and unzip. CHIP is a3 (default) or 910b. The versions are those of Dockerfile.npu; a variable of
+# the same name replaces one (KERNELS_TAG=...).
+# TORCH_INDEX_URL is the index of torch's CPU builds: on x86-64 npu needs it, and cpu takes several GB more without it.
 # PYTHON is the interpreter, 3.11 or 3.12 (default: python3).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -42,6 +43,9 @@ install() {
 }
 
 install_cpu() {
+  if [ -n "${TORCH_INDEX_URL-}" ]; then
+    install --index-url "$TORCH_INDEX_URL" "$(grep '^torch==' "$requirements/cpu.txt")"
+  fi
   install -r "$requirements/cpu.txt"
   # These packages require the accelerator stack, which a CPU does not have.
   install --no-deps -r "$requirements/cpu-no-deps.txt"

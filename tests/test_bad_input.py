@@ -131,6 +131,8 @@ REFUSED = [  # the key that is named, and the words of a command line
         "rollout.engine_args.enable-deterministic-inference",
         ["+rollout.engine_args.enable-deterministic-inference=true"],
     ),
+    ("rollout.engine_args.max-running-requests", ["+rollout.engine_args.max-running-requests=false"]),
+    ("rollout.engine_args.mem-fraction-static", ["+rollout.engine_args.mem-fraction-static=null"]),
     ("rollout.engine_args.quantizatio", ["+rollout.engine_args.quantizatio=fp8"]),  # an abbreviation
     ("rollout.engine_args.context-length", ["+rollout.engine_args.context-length=bogus"]),
     ("rollout.engine_args.context-len", ["+rollout.engine_args.context-len=bogus"]),
@@ -161,8 +163,8 @@ REFUSED = [  # the key that is named, and the words of a command line
     ("data.name", ["environment=verifiers", "environment.id=x", "data=gsm8k"]),
     ("data.eval_path", ["environment=verifiers", "environment.id=x", "data.eval_path=x"]),
     ("data.name", ["data=environment"]),
-    ("rollout.max_completion_tokens", ["rollout.max_completion_tokens=3585"]),
-    ("rollout.max_prompt_tokens", ["rollout.max_prompt_tokens=4096"]),
+    ("rollout.max_completion_tokens", ["rollout.max_completion_tokens=3578"]),
+    ("rollout.max_prompt_tokens", ["rollout.max_prompt_tokens=4089"]),
     ("weight_sync.transport", ["experiment=cuda4_colocate_4b", "weight_sync.transport=collective"]),
     ("tracking.project", ["tracking.project="]),
 ]

@@ -17,6 +17,8 @@ from app.errors import expect
 DECLARED = ("server_args.py", "arg_groups/fields/*.py")  # below sglang/srt
 FLAG = re.compile(r"--[a-z][\w-]*")
 CONTEXT_FLAG = "context-length"  # in tokens, in place of the model's own
+NEEDED = ("mem-fraction-static", "max-running-requests", "max-loras-per-batch")  # the plan of memory follows from them
+WHOLE = (CONTEXT_FLAG, "max-running-requests", "max-loras-per-batch", "max-total-tokens", "chunked-prefill-size")
 STATE_FLAG = "mamba-ssm-dtype"  # of the recurrent states of linear attention
 SEED_42 = "null: a request without a seed then samples with seed 42, so a group is one completion repeated"
 DRAFTS = "null: rollout.speculative is what drafts"
@@ -55,12 +57,17 @@ def check_engine_flags(key: str, flags: Mapping[str, Any], *, scores: bool = Fal
     for name, value in flags.items():
         is_known = not known_flags() or any(each.startswith(name) for each in known_flags())
         expect(is_known, f"{key}.{name}", value, "a flag of the installed SGLang, without its dashes")
-        if value is None or value is False:  # left out
+        left_out = value is None or value is False
+        expect(not left_out or name not in NEEDED, f"{key}.{name}", value, "a number")
+        if left_out:
             continue
         flag = next((each for each in sorted(refused) if each.startswith(name)), None)
         expect(flag is None, f"{key}.{name}", value, refused.get(flag or "", ""))
-        is_number = not CONTEXT_FLAG.startswith(name) or str(value).isdecimal()
-        expect(is_number, f"{key}.{name}", value, "a whole number")
+        digits = str(value).removeprefix("-" if name == "chunked-prefill-size" else "")
+        is_whole = digits.isdecimal() or not any(each.startswith(name) for each in WHOLE)
+        expect(is_whole, f"{key}.{name}", value, "a whole number")
+        is_number = re.fullmatch(r"\d*\.?\d+", str(value)) or name != "mem-fraction-static"
+        expect(bool(is_number), f"{key}.{name}", value, "a number")
 
 
 @cache

@@ -39,6 +39,8 @@ def answer(key: str, value: str = VALUE) -> str | None:
     ('write algorithm.group_size=8', 'write epochs=15', None)
     >>> answer("loss_agg_mode", "token-mean"), answer("generation_batch_size", "64")
     ('write algorithm.aggregation=token_mean', 'write algorithm.prompts_per_step=<64/algorithm.group_size>')
+    >>> answer("use_kl_loss", "False"), answer("use_tis"), answer("report_to", "[wandb,tensorboard]")
+    ('write algorithm.kl=none', 'write algorithm.correction=tis', 'write tracking.use=[wandb,tensorboard]')
     """
     words = key.replace("-", "_").split(".")
     for start in range(len(words)):
@@ -48,7 +50,11 @@ def answer(key: str, value: str = VALUE) -> str | None:
                 continue
             if "because" in entry:
                 return str(entry["because"])
-            written = entry["values"].get(value.lower(), VALUE) if "values" in entry else value
+            values = entry.get("values", {})
+            switch = "true" if value == VALUE and "false" in values else value.lower()  # `--use-tis`, without a value
+            written = values.get(switch, VALUE) if values else value
+            if "[<" in entry["write"] and value != VALUE:
+                written = ",".join(each for each in re.findall(r"[\w.]+", written) if each not in ("none", "console"))
             # a value may stand in an expression that the reader computes: <value/algorithm.group_size>
             text = re.sub(r"\bvalue\b", written.strip("<>").replace("\\", r"\\"), entry["write"])
             return f"write {text.replace(f'<{written}>', written)}"

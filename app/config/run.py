@@ -198,7 +198,8 @@ class RunConfig:
         devices, width = self.placement.engine_devices, self.rollout.tensor_parallel
         key = "placement.devices" if self.placement.colocated else "placement.rollout_devices"
         accepted = f"a divisor of {key}={devices}, such as {math.gcd(devices, width)}"
-        expect(devices % width == 0 or bool(self.rollout.urls), "rollout.tensor_parallel", width, accepted)
+        starts_engines = self.evaluates and not self.rollout.urls
+        expect(devices % width == 0 or not starts_engines, "rollout.tensor_parallel", width, accepted)
         ranks, replicas = self.placement.trainer_ranks, self.trainer.replicas
         accepted = f"a divisor of the trainer's {ranks} ranks, such as {math.gcd(ranks, replicas)}"
         expect(ranks % replicas == 0, "trainer.replicas", replicas, accepted)

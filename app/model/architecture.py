@@ -22,6 +22,7 @@ QUERY_KEY_NORMS = ("qwen3", "qwen3_5_text")
 LINEAR_KEYS = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 CHECKPOINT_CONFIG = "config.json"
+RESERVED_TOKENS = 7  # SGLang's schedulers refuse an input of the context less 6 tokens
 # Fields with the number of positions, in the order in which SGLang looks for them.
 CONTEXT_KEYS = ("max_sequence_length", "seq_length", "max_seq_len", "model_max_length", "max_position_embeddings")
 
@@ -294,15 +295,14 @@ def require_context(
     `config` is the content of its `config.json`, None if unknown, and `key` the setting that names `model`.
     """
     flag = next((value for name, value in rollout.engine_args.items() if CONTEXT_FLAG.startswith(name)), None)
-    limit = context_tokens(config or {}) if flag is None else int(flag)
-    if limit is None:
+    context = context_tokens(config or {}) if flag is None else int(flag)
+    if context is None:
         return
 
-    name = f"{key}={model}"
-    prompt = rollout.max_prompt_tokens
-    expect(prompt < limit, "rollout.max_prompt_tokens", prompt, f"less than {limit}, the context of {name} in tokens")
-    accepted = f"at most {limit - prompt}: {name} has a context of {limit} tokens, and prompts may take {prompt} of "
-    accepted += "them (rollout.max_prompt_tokens)"
+    limit, prompt = context - RESERVED_TOKENS, rollout.max_prompt_tokens
+    has = f"{key}={model} has a context of {context} tokens, of which SGLang reserves {RESERVED_TOKENS}"
+    expect(prompt < limit, "rollout.max_prompt_tokens", prompt, f"less than {limit}: {has}")
+    accepted = f"at most {limit - prompt}: {has}, and prompts may take {prompt} (rollout.max_prompt_tokens)"
     completion = rollout.max_completion_tokens
     expect(prompt + completion <= limit, "rollout.max_completion_tokens", completion, accepted)
 

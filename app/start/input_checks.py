@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from app.checkpoint.folder import FOLDER, complete
 from app.checkpoint.run_state import read_state, require_model
 from app.config import Mode, RunConfig
 from app.config.data import TEMPLATE_KWARGS
@@ -38,7 +39,7 @@ from app.start.inputs import CheckStage, CheckStatus, Finding, RunInputs
 from app.tracking.dashboards import require_trackers
 from app.tracking.number_format import plural
 from app.types import Prompt
-from app.utils.files import require_writable
+from app.utils.files import bytes_in, require_writable
 from app.utils.units import size
 
 CHECKPOINT_BYTES = 12  # per trained parameter: float32 master weight and Adam moments
@@ -109,13 +110,13 @@ def disk(run: RunInputs) -> Iterator[Finding]:
     config, folder = run.config, run.folder
     known = architecture_of(config.model)
     saves = run.trains and config.trainer.optimizer is Optimizer.adamw
+    needed = plan_disk(config, known).bytes if saves and known is not None else 0
     # a resumed run replaces checkpoints of its own
-    needed = plan_disk(config, known).bytes if saves and known is not None and run.checkpoint is None else 0
-    free = free_bytes(folder)
-    if free < needed:
+    available = free_bytes(folder) + bytes_in(complete(folder / FOLDER))
+    if available < needed:
         accepted = f"a folder with {size(needed)} for checkpoints and the exported model, or lower checkpoint.keep"
-        raise ConfigError("hydra.run.dir", folder, accepted, f"it has {size(free)}")
-    yield Finding("disk", f"{size(free)} free for {folder.absolute()}, the run may write {size(needed)}")
+        raise ConfigError("hydra.run.dir", folder, accepted, f"it has {size(available)}")
+    yield Finding("disk", f"{size(available)} free for {folder.absolute()}, the run may write {size(needed)}")
 
 
 def data(run: RunInputs) -> Iterator[Finding]:
@@ -142,7 +143,7 @@ def own_code(run: RunInputs) -> Iterator[Finding]:
     if config.algorithm.own:
         from app.algorithm.custom_functions import require_own
 
-        require_own(config.algorithm)
+        require_own(config.algorithm, config.teacher)
     if own := [*config.tracking.own, *config.algorithm.own]:
         yield Finding("own code", f"{', '.join(own)} can be loaded")
 
@@ -158,7 +159,7 @@ def devices(run: RunInputs) -> Iterator[Finding]:
     if visible := os.environ.get(device.visibility or ""):
         message += f" ({device.visibility}={visible})"
     # CPU "devices" are shares of one machine, and a cluster may have the rest
-    if device.shares_memory and config.cluster.address is None and run.trains:
+    if device.shares_memory and config.cluster.address is None:
         name = "devices" if config.placement.colocated else "rollout_devices"
         key, value = f"placement.{name}", getattr(config.placement, name)
         accepted = "fewer devices, or join a cluster with cluster.address"
@@ -234,6 +235,7 @@ def demonstrations(run: RunInputs) -> Iterator[Finding]:
         prompts = run.prompts.train.prompts
     elif config.data.demonstrations is not None:
         prompts = run.demonstrations.prompts
+        warnings += run.demonstration_rows[1]
         if dropped := run.demonstrations.dropped:
             warnings.append(f"{dropped} demonstrations are dropped: prompts longer than rollout.max_prompt_tokens")
     else:

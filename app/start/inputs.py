@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ import app.data.prompts as data
 from app.config import Mode, RunConfig
 from app.data import rows
 from app.data.counts import RowCounts, steps_of_epochs
+from app.data.row import Row
 from app.device import Device, device_of
 from app.errors import named
 from app.model.hf_directory import load_tokenizer, local_folder, locate, own_template, stop_ids
@@ -139,13 +141,18 @@ class RunInputs:
         return Demonstrator(self.config.data, self.tokenizer, stop_ids(self.model_path), self.config.rollout.max_tokens)
 
     @cached_property
+    def demonstration_rows(self) -> tuple[list[Row], list[str]]:
+        """Rows to imitate beside the run's own, and warnings."""
+        return rows.demonstrations(self.config.data, chain(*self.rows.evals.values()))
+
+    @cached_property
     def demonstrations(self) -> "DemonstrationStream":
         from app.data.demonstrations import DemonstrationStream
 
         config = self.config
         return DemonstrationStream(
             self.demonstrator,
-            rows.demonstrations(config.data),
+            self.demonstration_rows[0],
             per_step=config.algorithm.demonstrations_per_step,
             seed=config.seed,
             max_prompt_tokens=config.rollout.max_prompt_tokens,

@@ -77,4 +77,5 @@ def preflight(config: RunConfig, folder: Path | None = None, checkpoint: Path | 
     run = RunInputs(config, CheckStage.start, folder, checkpoint)
     run.warnings = tuple(each.message for each in findings(run) if each.status is CheckStatus.warn)
     del run.rows  # whose prompts have what a run needs of them
+    run.__dict__.pop("demonstration_rows", None)
     return run

@@ -297,6 +297,7 @@ def make_trainer(
         seed=config.seed,
         logs=run_folder / "logs",
         profile_steps=tuple(config.trainer.profile_steps),
+        supervised=config.mode is Mode.sft,
         moments_on_host=config.offload.optimizer is OptimizerOffload.update and device.shares_memory,
         lora=config.model.lora,
         teacher=config.teacher,

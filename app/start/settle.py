@@ -49,6 +49,7 @@ def settle(composed: DictConfig, folder: Path, *, sweep: bool = False) -> Job:
         if f"mode={Mode.sft.name}" in settings.hydra.overrides.task:  # `mode=sft … mode=plan`
             settings.mode = Mode.sft
         resumption = resume.resume_preview(settings, folder)
+        given = given if resumption.folder == folder else resumption.folder
     elif mode.trains:
         resumption = resume.resume_training(settings, folder)
     elif mode is Mode.eval:

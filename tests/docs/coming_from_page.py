@@ -32,7 +32,7 @@ def _row(row: dict[str, Any]) -> str:
     if "because" in row:
         return f"| {theirs} | – | {row['because'].replace('<', '&lt;')} |"
 
-    ours = ", ".join(f"`{word.removesuffix('=<value>')}`" for word in row["write"].split())
+    ours = ", ".join(f"`{word.removesuffix('=<value>').removesuffix('=[<value>]')}`" for word in row["write"].split())
     values = [f"`{there}`: `{here}`" for there, here in row.get("values", {}).items() if there != here]
     notes = "; ".join([row["note"], *values] if "note" in row else values)
     return f"| {theirs} | {ours} | {notes} |".replace("|  |", "| |")

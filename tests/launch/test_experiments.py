@@ -115,3 +115,12 @@ def test_kubernetes_takes_the_nodes_that_a_run_needs() -> None:
     assert [cluster["workerGroupSpecs"][0][key] for key in ("replicas", "minReplicas", "maxReplicas")] == [1, 1, 1]
     assert "model.path=/storage/Qwen3.5-9B" in job["spec"]["entrypoint"].split()
     assert job["metadata"]["name"] == "mine"
+
+
+def test_kubernetes_takes_paths_that_only_the_claim_has() -> None:
+    words = ["experiment=cuda4_colocate_4b", "algorithm=opd", "teacher.path=/storage/Qwen3-32B"]
+    words += ["model.chat_template=/storage/chat.jinja", "model.lora.path=/storage/adapter"]
+    job = yaml.safe_load(bash("launch/kubernetes.sh", "--dry-run", *words).stdout)
+    assert {*words} <= {*job["spec"]["entrypoint"].split()}
+    limits = job["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"][0]["resources"]["limits"]
+    assert limits["nvidia.com/gpu"] == "5"  # one of them the teacher's

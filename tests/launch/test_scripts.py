@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import time
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -199,6 +200,15 @@ STAND_IN = """case $1 in
     ;;
 esac
 """
+
+
+def test_setup_for_a_cpu_takes_torch_from_its_own_index(tmp_path: Path) -> None:
+    run = partial(bash, "launch/setup.sh", "--dry-run", "cpu", cwd=a_checkout(tmp_path))
+    lines = run(TORCH_INDEX_URL="https://torch.example").stdout
+    first = f"{PIP} --index-url https://torch.example torch==2.13.0"
+    assert first in lines
+    assert lines.index(first) < lines.index("-r launch/requirements/cpu.txt")
+    assert "--index-url" not in run(TORCH_INDEX_URL="").stdout
 
 
 def test_setup_for_npus_takes_the_versions_of_the_image_and_its_triton_is_last_and_imported(tmp_path: Path) -> None:

@@ -134,12 +134,12 @@ def test_the_context_is_the_one_that_sglang_derives(fields: dict[str, object], c
 
 def test_lengths_beyond_the_context_are_refused_with_both_numbers() -> None:
     fields, after_1024 = {"max_position_embeddings": 2048}, partial(RolloutConfig, max_prompt_tokens=1024)
-    require_context(after_1024(max_completion_tokens=1024), fields, "m")
+    require_context(after_1024(max_completion_tokens=1017), fields, "m")
     require_context(after_1024(max_completion_tokens=9999), {}, "m")
     for name in ("context-length", "context-len"):
-        require_context(after_1024(max_completion_tokens=3072, engine_args={name: 4096}), fields, "m")
+        require_context(after_1024(max_completion_tokens=3065, engine_args={name: 4096}), fields, "m")
 
-    with refused("rollout.max_completion_tokens", 1025, "at most 1024"):
-        require_context(after_1024(max_completion_tokens=1025), fields, "m")
-    with refused("rollout.max_prompt_tokens", 2048, "less than 2048"):
-        require_context(RolloutConfig(max_prompt_tokens=2048, max_completion_tokens=1), fields, "m")
+    with refused("rollout.max_completion_tokens", 1018, "at most 1017"):
+        require_context(after_1024(max_completion_tokens=1018), fields, "m")
+    with refused("rollout.max_prompt_tokens", 2041, "less than 2041"):
+        require_context(RolloutConfig(max_prompt_tokens=2041, max_completion_tokens=1), fields, "m")

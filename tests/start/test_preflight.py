@@ -172,9 +172,14 @@ def test_a_run_whose_checkpoints_do_not_fit_is_refused(tmp_path: Path, monkeypat
         with refused("hydra.run.dir", folder, " MiB for", "checkpoint.keep"):
             [*disk(RunInputs(config, moment, folder))]
 
+    file = folder / "checkpoints" / "step_4" / "rank_0" / "model.safetensors"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(b"1")
+    [*disk(RunInputs(config, CheckStage.doctor, folder))]  # that one makes room for the next
+
     keeps_nothing = composed("checkpoint.keep=0", "checkpoint.export=false")
+    folder = tmp_path / "another"
     for each in (
-        RunInputs(config, CheckStage.start, folder, checkpoint=tmp_path),
         RunInputs(composed("mode=eval"), CheckStage.start, folder),
         RunInputs(keeps_nothing, CheckStage.start, folder),
         RunInputs(config, CheckStage.start),  # a job of a sweep

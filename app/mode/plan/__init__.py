@@ -84,14 +84,15 @@ def _devices(config: RunConfig) -> list[str]:
             roles.append(f"trainer rank {device}")
         if device >= first_teacher_device:
             roles.append(f"teacher (tensor-parallel rank {device - first_teacher_device} of {config.teacher_devices})")
-        elif device >= first_engine_device and not config.rollout.urls:
+        elif device >= first_engine_device and config.engines and not config.rollout.urls:
             engine, rank = divmod(device - first_engine_device, width)
             roles.append(f"engine {engine} (tensor-parallel rank {rank} of {width})")
         lines.append(f"  {kind} {device}: {' + '.join(roles)}")
 
     if config.rollout.urls:
         return [*lines, *(f"  engine {index}: running at {url}" for index, url in enumerate(config.rollout.urls))]
-    return [*lines, f"  {config.engines} engine(s) of {width} device(s)"]
+    of_width = f" of {width} device(s)" if config.engines else ", this run samples nothing"
+    return [*lines, f"  {config.engines} engine(s){of_width}"]
 
 
 def _batch(config: RunConfig, given: Collection[str]) -> list[str]:
@@ -100,6 +101,7 @@ def _batch(config: RunConfig, given: Collection[str]) -> list[str]:
     trajectories = algorithm.trajectories_per_step
     # The work under one deadline.
     work = f"up to {step_tokens(config):,} tokens in {algorithm.updates_per_step} update(s)"
+    syncs = ", one weight sync each" if config.engines else ""
     if config.stream:
         work = "the groups that have arrived"
     return [
@@ -115,7 +117,7 @@ def _batch(config: RunConfig, given: Collection[str]) -> list[str]:
         f"{config.trainer.tokens_per_microbatch:,} tokens",
         *(f"  {sentence}" for sentence in idle_settings(config, given)),
         f"  one call to the trainer computes {work} within trainer.timeout_s={config.trainer.timeout_s:g} s",
-        f"  {config.steps} steps = {config.steps * trajectories:,} trajectories, one weight sync each",
+        f"  {config.steps} steps = {config.steps * trajectories:,} trajectories{syncs}",
     ]
 
 

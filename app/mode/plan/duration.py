@@ -97,7 +97,8 @@ def step_seconds(
 
     steps, read = reads
     generate = steps * read / (device.memory_gb_per_s * 1e9 * BANDWIDTH_SHARE)
-    return StepSeconds(generate, train, sync_seconds(config, device, model), overlap=not config.placement.colocated)
+    syncing = sync_seconds(config, device, model) if config.engines else 0.0
+    return StepSeconds(generate, train, syncing, overlap=not config.placement.colocated)
 
 
 def mean_step_seconds(
@@ -109,7 +110,8 @@ def mean_step_seconds(
     decided = with_memory_settings(config, device, model)  # by the full length
     shorter = replace(decided, rollout=replace(config.rollout, max_completion_tokens=mean))
     seconds = step_seconds(shorter, device, model, engine)
-    if seconds is None or device.memory_gb_per_s is None or config.placement.max_staleness > 0:
+    samples_on_policy = config.engines and config.placement.max_staleness == 0
+    if seconds is None or device.memory_gb_per_s is None or not samples_on_policy:
         return seconds
     # On-policy, the last completions of a step decode nearly alone.
     tail = (limit - mean) * engine.weights / (device.memory_gb_per_s * 1e9 * BANDWIDTH_SHARE)
@@ -132,6 +134,8 @@ def decode_reads(config: RunConfig, engine: EngineMemoryPlan) -> tuple[float, fl
 
     None: the run does not start its engines, or no completion fits.
     """
+    if not config.engines:  # a supervised run
+        return 0.0, 0.0
     if config.rollout.urls or engine.cache_bytes <= 0 or (at_once := _at_once(config, engine)) == 0:
         return None
 

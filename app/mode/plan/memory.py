@@ -6,7 +6,6 @@ mamba_full_memory_ratio); the KV cache gets what is left, bounded by `max-total-
 """
 
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from app.config import RunConfig
@@ -210,11 +209,10 @@ def with_memory_settings(config: RunConfig, device: Device, model: Architecture 
     if model is None:
         return choices[len(recomputations) - 1]
     for choice in choices:
-        with suppress(ValueError):  # of a flag that is null: nobody knows what the engine takes
-            plan = plan_memory(choice, device, model)
-            training = [phase.bytes for phase in plan.phases if phase.name in plan.training]
-            if max(training) <= FILLED * plan.capacity.bytes:
-                return choice
+        plan = plan_memory(choice, device, model)
+        training = [phase.bytes for phase in plan.phases if phase.name in plan.training]
+        if max(training) <= FILLED * plan.capacity.bytes:
+            return choice
     return choices[-1]
 
 
@@ -228,12 +226,10 @@ def with_inflight_groups(config: RunConfig, device: Device, model: Architecture 
     if config.rollout.max_inflight_groups is not None or config.rollout.urls or model is None:
         return config
 
-    with suppress(ValueError):  # of a flag that is null
-        engine = plan_engine(config, device, model, engine_flags(config, device))
-        requests = config.engines * engine.kv_tokens / (IN_FLIGHT_SHARE * config.rollout.max_tokens)
-        groups = max(int(requests / config.algorithm.group_size), config.algorithm.prompts_per_step)
-        config = replace(config, rollout=replace(config.rollout, max_inflight_groups=groups))
-    return config
+    engine = plan_engine(config, device, model, engine_flags(config, device))
+    requests = config.engines * engine.kv_tokens / (IN_FLIGHT_SHARE * config.rollout.max_tokens)
+    groups = max(int(requests / config.algorithm.group_size), config.algorithm.prompts_per_step)
+    return replace(config, rollout=replace(config.rollout, max_inflight_groups=groups))
 
 
 def plan_memory(config: RunConfig, device: Device, model: Architecture) -> MemoryPlan:
@@ -242,13 +238,13 @@ def plan_memory(config: RunConfig, device: Device, model: Architecture) -> Memor
     trainer = plan_trainer(config, device, model)
     engine = plan_engine(config, device, model, engine_flags(config, device))
 
-    if config.shared_devices:
+    if config.shared_devices and config.engines:
         phases = _shared_phases(config, device, trainer, engine)
     else:
         base = {**trainer.offloadable, **trainer.resident}
         added = {**trainer.peaks, "sync": trainer.syncing}
         phases = [Phase("trainer device", name, {**base, **items}) for name, items in added.items()]
-        if not config.rollout.urls:
+        if config.engines and not config.rollout.urls:
             syncing = {**engine.syncing(trainer.bucket), **engine.caches}  # the caches stay during a sync
             phases += [Phase("engine device", "generate", engine.generating), Phase("engine device", "sync", syncing)]
 

@@ -124,7 +124,7 @@ def _more_devices(config: RunConfig, device: Device, model: Architecture) -> Cha
     """
     colocated = config.placement.colocated
     keys = ["placement.devices" if colocated else "placement.trainer_devices"]
-    wider = plan_memory(config, device, model).engine.cache_bytes <= 0
+    wider = config.engines > 0 and plan_memory(config, device, model).engine.cache_bytes <= 0
     if wider and not colocated:
         keys.append("placement.rollout_devices")
     if wider:
@@ -155,5 +155,5 @@ def _changed(config: RunConfig, change: Change) -> RunConfig:
 
 
 def _fits(config: RunConfig, plan: MemoryPlan) -> bool:
-    room = bool(config.rollout.urls) or plan.engine.cache_bytes > 0
+    room = not config.engines or bool(config.rollout.urls) or plan.engine.cache_bytes > 0
     return room and plan.teacher_fits and plan.peak_phase.bytes <= plan.capacity.bytes

@@ -82,6 +82,8 @@ def _items(phase: Phase) -> str:
 def _caches(config: RunConfig, model: Architecture, engine: EngineMemoryPlan, flags: Mapping[str, object]) -> list[str]:
     """Return what fits into an engine's caches, beside what the run keeps in flight."""
     rollout = config.rollout
+    if not config.engines:
+        return []
     if rollout.urls:
         return ["  caches: set by the running servers"]
     if engine.cache_bytes <= 0:
@@ -156,7 +158,7 @@ def time(config: RunConfig, device: Device, model: Architecture) -> list[str]:
 
 def _radix_cache(config: RunConfig, device: Device, model: Architecture, flags: Mapping[str, object]) -> list[str]:
     """Return completions of half the full length at a time with and without the radix cache, for recurrent states."""
-    if config.rollout.urls or model.linear is None:
+    if config.rollout.urls or model.linear is None or not config.engines:
         return []
 
     half = config.rollout.max_tokens // 2
@@ -192,9 +194,9 @@ def disk(config: RunConfig, model: Architecture) -> list[str]:
 
 def engines(config: RunConfig, device: Device, flags: Mapping[str, object]) -> list[str]:
     """The command lines of an engine and of the teacher's. Address, port and key are chosen at startup."""
-    lines = ["Engines: already running, not started by this run"]
-    if not config.rollout.urls:
-        lines = ["An engine", *_command(config.model, device, flags)]
+    lines = [] if not config.engines else ["An engine", *_command(config.model, device, flags)]
+    if config.rollout.urls:
+        lines = ["Engines: already running, not started by this run"]
     if config.teacher_devices and (teacher := config.teacher.model(config.model)) is not None:
         lines += ["The teacher's engine", *_command(teacher, device, teacher_flags(config, device))]
     return lines
