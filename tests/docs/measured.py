@@ -3,6 +3,7 @@
 A page has them between `<!-- measured: NAME -->` and `<!-- end -->`.
 """
 
+import itertools
 import json
 import re
 import statistics
@@ -17,6 +18,7 @@ from app.model.architecture import architecture_of
 from app.utils.units import GIB
 from tests.bench.machine import spread
 from tests.bench.real_models import LORA_SIDES, SIDES
+from tests.bench.to_accuracy import SIDES as TO_ACCURACY
 from tests.compose import composed
 from tests.docs.markdown import PAGES, ROOT
 
@@ -132,6 +134,51 @@ def learning() -> str:
     plain = ", ".join([after["grpo colocate"], *seeds["grpo"]])
     text = f"Three seeds of `grpo` in colocate: {plain}; with partial rollouts, `placement.max_staleness=1`: {partial}."
     return "\n".join([*tables, prose(text)])
+
+
+def to_accuracy() -> str:
+    """Minutes to the target and to the end of the runs of TRL and ours, seed by seed."""
+    result = load("to_accuracy")
+    runs, target = result["runs"], result["target"]
+    steps = ", ".join(str(step) for step, *_ in next(iter(runs.values()))["curve"][1:])
+    table = header("", f"minutes to {target:.0%}", "to the last step", f"accuracy after steps {steps}")
+    for name in sorted(runs, key=lambda name: (runs[name]["seed"], TO_ACCURACY.index(runs[name]["side"]))):
+        curve = runs[name]["curve"]
+        reached = seconds_to(target, runs[name])
+        minutes = f"{reached / 60:.1f}" if reached else "–"
+        table += row(name, minutes, f"{curve[-1][1] / 60:.1f}", ", ".join(f"{found:.0%}" for *_, found in curve[1:]))
+    return f"{table}\n{shares_of_trl()}"
+
+
+def seconds_to(target: float, run: Result) -> float | None:
+    return next((seconds for _, seconds, accuracy in run["curve"] if accuracy >= target), None)
+
+
+def shares_of_trl() -> str:
+    """Our time over TRL's with the same seed to the last step, and that of the mean curves to the target."""
+    result = load("to_accuracy")
+    runs, target = result["runs"], result["target"]
+    texts = []
+    for side in TO_ACCURACY[1:]:
+        ours = [run for run in runs.values() if run["side"] == side]
+        theirs = [runs[f"trl seed {run['seed']}"] for run in ours]
+        ends = spread((our["curve"][-1][1] / their["curve"][-1][1] for our, their in zip(ours, theirs, strict=True)), 2)
+        minutes = [mean_seconds_to(target, each) / 60 for each in (ours, theirs)]
+        texts.append(
+            f"`{side}` takes {number(ends, '.2f')} of TRL's time to the last step, and its mean curve "
+            f"reaches {target:.0%} after {minutes[0]:.1f} minutes, TRL's after {minutes[1]:.1f}"
+        )
+    return prose(f"{'; '.join(texts)}.")
+
+
+def mean_seconds_to(target: float, runs: Sequence[Result]) -> float:
+    """Return when the mean curve reaches the target, on the line between two evaluations."""
+    together = zip(*(run["curve"] for run in runs), strict=True)
+    means = [[statistics.fmean(column) for column in zip(*points, strict=True)] for points in together]
+    for (_, began, low), (_, ended, high) in itertools.pairwise(means):
+        if high >= target:
+            return began + (target - low) / (high - low) * (ended - began)
+    raise ValueError(f"the mean curve does not reach {target:.0%}")
 
 
 def learning_real() -> str:
@@ -257,6 +304,8 @@ BLOCKS |= {
         trainer,
         real_models,
         real_models_lora,
+        to_accuracy,
+        shares_of_trl,
         learning,
         learning_real,
         gsm8k,
