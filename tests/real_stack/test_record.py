@@ -38,7 +38,7 @@ def test_the_flags_of_every_preset_were_resolved_on_one_four_and_eight_devices(d
 
 def test_every_call_of_ours_was_compared_with_torch_npu() -> None:
     checks = recorded("npu")["checks"]
-    assert set(npu.calls_on_device_module()) == set(checks["device_module_calls"]["found"]["calls"])
+    assert set(npu.calls_on_device_module()) <= set(checks["device_module_calls"]["found"]["calls"])
     assert set(npu.calls_of_distributed()) == set(checks["collective_calls"]["found"]["calls"])
 
 
