@@ -71,7 +71,7 @@ class EngineFactory:
         server = self._server("teacher", self.teacher_path, self.config.teacher.devices)
         server = replace(server, flags=teacher_flags(self.config, self.device))
         spec = self._spec("teacher", "teacher_host.log")
-        spec = replace(spec, server=server, sync_timeout_s=self.config.teacher.timeout_s)
+        spec = replace(spec, server=server, update_timeout_s=self.config.teacher.timeout_s)
         return _host(spec, self.placement.teacher_options())
 
     def _spec(self, name: str, log: str) -> HostSpec:
@@ -79,7 +79,7 @@ class EngineFactory:
         return HostSpec(
             name=name,
             start_timeout_s=self.config.rollout.start_timeout_s,
-            sync_timeout_s=self.config.weight_sync.timeout_s,
+            update_timeout_s=self.config.weight_sync.timeout_s,
             stall_timeout_s=self.config.rollout.stall_timeout_s,
             log=self.run_folder / "logs" / log,
             devices=None if visibility is None else (self.device.resource, visibility),

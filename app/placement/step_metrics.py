@@ -52,9 +52,8 @@ def step_metrics(
     drafted = [each for group in sampled for each in group.trajectories if each.verify_passes]
     if drafted:
         passes = sum(each.verify_passes for each in drafted)
-        # each of them samples a first token
-        prefills = sum(1 if each.episode is None else each.episode.metrics["turns"] for each in drafted)
-        metrics["rollout/accept_length"] = (sum(each.sampled_tokens for each in drafted) - prefills) / passes
+        first_tokens = sum(1 if each.episode is None else each.episode.metrics["turns"] for each in drafted)
+        metrics["rollout/accept_length"] = (sum(each.sampled_tokens for each in drafted) - first_tokens) / passes
 
     metrics |= report.metrics
     metrics |= sync.metrics

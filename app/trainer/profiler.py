@@ -31,6 +31,7 @@ class StepProfiler:
             self._profile.start()
 
     def after(self, report: StepReport) -> StepReport:
+        """End the profile of a supervised step, and return its report."""
         if self.supervised:
             self.finish()
         return report

@@ -58,7 +58,7 @@ class EngineHost:
                 self._requests.host_id,
                 limit=adapter_limit(self.spec.name, client.url, info),
                 abort_timeout_s=self.spec.stall_timeout_s,
-                post=partial(self._connection.post, seconds=self.spec.sync_timeout_s),
+                post=partial(self._connection.post, seconds=self.spec.update_timeout_s),
                 abort=self._requests.abort_adapter,
             )
         return {"url": client.url, "version": str(info.get("version", "")), "pid": self._connection.pid}
@@ -129,7 +129,7 @@ class EngineHost:
             await self._connection.control(route, {"tags": [each.value for each in EngineMemory if each in regions]})
 
     async def update(self, route: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        return await self._connection.post(f"/{route}", body, self.spec.sync_timeout_s)
+        return await self._connection.post(f"/{route}", body, self.spec.update_timeout_s)
 
     async def load_adapter(self, version: int, body: Mapping[str, Any]) -> int:
         self._connection.client()  # raises the failure

@@ -30,7 +30,7 @@ class HostSpec:
     start_timeout_s: float
     stall_timeout_s: float
     log: Path  # of the host; the server has its own
-    sync_timeout_s: float = CALL_TIMEOUT_S  # of a call that loads weights or adapters, or scores
+    update_timeout_s: float = CALL_TIMEOUT_S  # of a call that loads weights or adapters, or scores
     releases_memory: bool = False  # False: release and reload do nothing (there is no device memory on CPU)
     serves_adapters: bool = False  # True: every request names an adapter, and the weights of the model stay
     server: ServerSpec | None = None
