@@ -20,6 +20,7 @@ Invariants:
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any
 
 from app.config.data import OPERANDS, DataConfig, EvalSetConfig, GeneratedConfig
@@ -135,15 +136,16 @@ def load(config: DataConfig, *, tasks: Tasks = (), replies: bool = False) -> Dat
     held_out_sets = [each.name for each in sets.evals if each.held_out]
     reader = RowReader(config, replies=replies)
     train: list[Row] = []
-    held_out: list[Row] = []
+    parts: list[list[Row]] = []  # held out of each training set
     if not sets.train:
-        train, held_out = generated(config.name, config.generated, replies=replies)
+        train, *parts = generated(config.name, config.generated, replies=replies)
     for each in sets.train:
         rows = reader.read(each, tasks)
         kept, held = _hold_out(rows, each, config.eval_fraction) if held_out_sets else (rows, [])
         train += kept
-        held_out += held
+        parts.append(held)
 
+    held_out = [row for each in zip_longest(*parts) for row in each if row]  # `rows` of an evaluation set are of all
     evals = {each.name: (held_out if each.held_out else reader.read(each))[: each.limit] for each in sets.evals}
 
     warnings = reader.warnings
@@ -181,9 +183,7 @@ def demonstrations(config: DataConfig, evaluated: Iterable[Row]) -> tuple[list[R
     asked = {row.prompt_key for row in evaluated}
     kept = [row for row in rows if row.prompt_key not in asked]
     expect(bool(kept), key, config.demonstrations, "rows with questions that no evaluation set has")
-    left_out = (
-        f"{len(rows) - len(kept)} of {len(rows)} demonstrations are left out: evaluation sets have their questions"
-    )
+    left_out = f"{len(rows) - len(kept)} of {len(rows)} demonstrations are left out: evaluation sets ask the same"
     return kept, [*reader.warnings, *([left_out] if len(kept) < len(rows) else [])]
 
 

@@ -9,9 +9,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.config.data import DataConfig, TrainSetConfig
+from app.config.data import DataConfig, EvalSetConfig, TrainSetConfig
 from app.data.cursor import PromptCursor
 from app.data.prompts import build
+from app.data.rows import load
 from app.types import Prompt
 from tests.refusals import refused
 
@@ -81,3 +82,5 @@ def test_rows_are_held_out_of_each_training_set(jsonl: Callable[..., str], token
     assert Counter(prompt.source for prompt in held_out) == {"easy": 4, "hard": 2}
     assert len({prompt.id for prompt in held_out}) == 6
     assert held_out[0].id.startswith("eval/easy/")
+    few = load(DataConfig(train_sets=sets, eval_fraction=0.1, eval_sets={"few": EvalSetConfig(rows=3)}))
+    assert Counter(row.source for row in few.evals["few"]) == {"easy": 2, "hard": 1}
