@@ -12,7 +12,7 @@ SETS = "data.eval_sets"
 
 
 def with_preset(overrides: Sequence[str]) -> list[str]:
-    """Select `data=rows` where own training data replaces a model's preset; a tiny model has no chat template.
+    """Select `data=rows` where own training data replaces a preset; a tiny model, which has no template, gets its name.
 
     >>> with_preset(["model=hf", "data.path=rows.jsonl"])
     ['data=rows', 'model=hf', 'data.path=rows.jsonl']
@@ -20,9 +20,9 @@ def with_preset(overrides: Sequence[str]) -> list[str]:
     given = dict(each.lstrip("+").partition("=")[::2] for each in overrides)
     own = any(key.startswith(TRAINING) for key in given)
     model = given.get("model", "tiny")
-    if not own or model in TINY_PRESETS or "data" in given or "experiment" in given:
+    if not own or "data" in given or "experiment" in given:
         return list(overrides)
-    return ["data=rows", *overrides]
+    return ["data.name=rows" if model in TINY_PRESETS else "data=rows", *overrides]
 
 
 def remove_evaluation_of_other_data(composed: DictConfig) -> None:

@@ -193,9 +193,5 @@ class Renderer(Protocol):
             tools: The declared tools: their schemas say which XML arguments are strings.
         """
 
-    def read(self, token_ids: Sequence[int]) -> list[Message]:
-        """Return the messages in rendered tokens, without an empty one for the next reply.
-
-        Args:
-            token_ids: [N] An opening, or what was appended to a sequence, as a client of its own rendered it.
-        """
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of tokens [N] that a client of its own rendered."""

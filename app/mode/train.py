@@ -23,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from app.checkpoint.export import FOLDER as EXPORT
 from app.checkpoint.export import export_trained
 from app.checkpoint.folder import ResumePoint, named
 from app.checkpoint.manager import CheckpointManager
@@ -69,10 +70,9 @@ def run(config: RunConfig, folder: Path, inputs: RunInputs, schedule: Schedule |
             asyncio.run(until_signal(_train(config, folder, inputs, recorder, schedule), on_second=warn))
             finished = True
         finally:
-            exported = finished and config.checkpoint.export
             further = [override("steps", 2 * config.steps)]
             further = [f"{key}=null" for key in config.stop.given] if recorder.stop_reason else further
-            recorder.keep(*kept_in(folder, exported=exported, continued=further if finished else ()))
+            recorder.keep(*kept_in(folder, further if finished else ()))
         if reason := recorder.stop_reason:
             recorder.note(f"stopped early: {reason}", {"stop/reason": reason})
     return ModeResult(recorder.accuracy)
@@ -196,6 +196,8 @@ class TrainingRun:
             self.recorder.status("exporting the model")
             trainer, template = controller.context.trainer, self.workers.inputs.chat_template
             await export_trained(trainer, self.config, self.folder, step=controller.version, chat_template=template)
+            exported = {"model": str(self.folder / EXPORT)}
+            self.recorder.keep(exported, exported)
 
     @property
     def _identity(self) -> dict[str, Any]:

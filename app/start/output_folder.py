@@ -14,21 +14,21 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from omegaconf import OmegaConf, open_dict
 
-from app.checkpoint.export import FOLDER as EXPORT
 from app.checkpoint.folder import best, latest, step_of
 from app.checkpoint.run_state import read_state
 from app.cluster.process_reaper import process_reaper
 from app.config import RunConfig
-from app.config.command_line import command, override
+from app.config.command_line import command, names_of, override
 from app.errors import CheckpointError, RunError, echo
 from app.recovery import saved_config
 from app.recovery.resume import has_checkpoint, holds_run, state_of
 from app.recovery.run_lock import run_lock
 from app.start.settle import Job
-from app.tracking.run_folder import CONFIG, set_all_aside
+from app.tracking.run_folder import CONFIG, read_config, set_all_aside
 from app.utils.files import replace_file
 
 DRIVER_LOG = Path("logs") / "driver.log"
@@ -57,12 +57,16 @@ def output_folder(job: Job, config: RunConfig) -> Iterator[None]:
 
 
 def save_configuration(job: Job, steps: int) -> None:
-    """Write `config/`: Hydra's settings, the command line, and last, since resuming needs it, the configuration."""
+    """Write `config/`: Hydra's settings and overrides, of all attempts, and last the configuration to resume with."""
     folder = job.folder / CONFIG
     folder.mkdir(exist_ok=True)
     settings = job.resumption.settings.copy()
-    replace_file(folder / "hydra.yaml", OmegaConf.to_yaml(OmegaConf.masked_copy(settings, "hydra")))
-    replace_file(folder / "overrides.yaml", OmegaConf.to_yaml(settings.hydra.overrides.task))
+    given: Any = OmegaConf.to_container(settings.hydra.overrides.task, resolve=False)  # not values of the environment
+    if has_checkpoint(job.folder):
+        given = [each for each in read_config(job.folder)[1] if names_of([each])[0] not in names_of(given)] + given
+    else:
+        replace_file(folder / "hydra.yaml", OmegaConf.to_yaml(OmegaConf.masked_copy(settings, "hydra")))
+    replace_file(folder / "overrides.yaml", OmegaConf.to_yaml(given))
     with open_dict(settings):
         del settings["hydra"]
     settings.steps = steps
@@ -72,7 +76,8 @@ def save_configuration(job: Job, steps: int) -> None:
 @contextmanager
 def driver_log(folder: Path) -> Iterator[None]:
     """Append all log records to `logs/driver.log` of a run's folder."""
-    handler = DriverLog(folder / DRIVER_LOG)
+    (folder / DRIVER_LOG).parent.mkdir(exist_ok=True)
+    handler = DriverLog(folder / DRIVER_LOG, encoding="utf-8", delay=True)
     handler.setFormatter(logging.Formatter(FORMAT))
     root = logging.getLogger()
     root.addHandler(handler)
@@ -84,19 +89,9 @@ def driver_log(folder: Path) -> Iterator[None]:
 
 
 class DriverLog(logging.FileHandler):
-    """Appends to a file. The first record creates it and its folder, so a process without logs leaves none."""
-
-    def __init__(self, file: Path) -> None:
-        super().__init__(file, encoding="utf-8", delay=True)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if self.stream is None:
-            with suppress(OSError):  # `super().emit` meets it again
-                Path(self.baseFilename).parent.mkdir(parents=True, exist_ok=True)
-        super().emit(record)
+    """Prints nothing where the disk is full or read-only: the records that matter are on the screen too."""
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
-        """Print nothing where the disk is full or read-only: the records that matter are on the screen too."""
         if not isinstance(sys.exception(), OSError):
             super().handleError(record)
 
@@ -120,17 +115,13 @@ class ConsoleWarnings(logging.Handler):
             self.handleError(record)
 
 
-def kept_in(
-    folder: Path, *, exported: bool, continued: Sequence[str] = ()
-) -> tuple[dict[str, str], dict[str, str | int | float]]:
+def kept_in(folder: Path, continued: Sequence[str] = ()) -> tuple[dict[str, str], dict[str, str | int | float]]:
     """Return what the run in `folder` has kept: lines for its end, and facts for `summary.json`.
 
-    `exported`: `export/` holds its last step. `continued`: overrides that continue a finished run, for a command.
+    `continued`: overrides that continue a finished run, for a command.
     """
     lines: dict[str, str] = {}
     facts: dict[str, str | int | float] = {}
-    if exported:
-        lines["model"] = facts["model"] = str(folder / EXPORT)
     try:
         last, top = latest(folder), best(folder)
         accuracy = read_state(top).accuracy if top is not None else None
@@ -140,7 +131,7 @@ def kept_in(
     if last is not None:
         lines["last"] = facts["checkpoint/last"] = str(last)
     if top is not None and accuracy is not None:
-        lines["best"] = f"{top}  (eval accuracy {accuracy:.1%})"
+        lines["best"] = f"{top}  (best checkpoint: eval accuracy {accuracy:.1%})"
         facts |= {"checkpoint/best": str(top), "checkpoint/best_step": step_of(top)}
         facts["checkpoint/best_accuracy"] = accuracy
     if last is not None and continued:

@@ -6,12 +6,14 @@ later, on their own threads, so that a slow or broken dashboard neither slows no
 
 import json
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from types import TracebackType
 from typing import Any
 
@@ -80,7 +82,6 @@ class RunFolderRecorder:
 
         self._metrics.close()
         moved = set_later_aside(self.folder, step)
-        self.timeline.load(self.folder)
         self._open_records()
         self._console.resume(step, self._summary.values.get("eval/accuracy_first"))
         if moved is not None:
@@ -96,7 +97,7 @@ class RunFolderRecorder:
 
     def keep(self, lines: Mapping[str, str], facts: Mapping[str, str | int | float]) -> None:
         """Add `lines` about what the run has kept to its last ones on the screen, and `facts` to `summary.json`."""
-        self._kept = lines
+        self._kept = {**self._kept, **lines}
         self._summary.facts.update(facts)
 
     @property
@@ -280,8 +281,12 @@ class RunFolderRecorder:
 
 
 def evaluation_metrics(results: Mapping[str, Metrics]) -> dict[str, float]:
-    """Name the metrics of one set `eval/<name>`; of several, `eval/<set>/<name>` and `eval/accuracy`, their mean."""
+    """Name the metrics of one set `eval/<name>`; of several, `eval/<set>/<name>`, and `eval/accuracy` is their mean."""
     if len(results) == 1:
         return {f"eval/{name}": value for metrics in results.values() for name, value in metrics.items()}
     named = {f"eval/{key}/{name}": value for key, metrics in results.items() for name, value in metrics.items()}
-    return named | {"eval/accuracy": sum(metrics["accuracy"] for metrics in results.values()) / len(results)}
+    named["eval/accuracy"] = fmean(metrics["accuracy"] for metrics in results.values())
+    errors = [metrics["accuracy_stderr"] for metrics in results.values() if "accuracy_stderr" in metrics]
+    if len(errors) == len(results):
+        named["eval/accuracy_stderr"] = math.hypot(*errors) / len(results)
+    return named

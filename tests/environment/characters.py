@@ -31,10 +31,8 @@ class Characters:
         text = "|".join(str(message["content"]) for message in messages)
         return None if "forget" in text else tokens(f"|{text}>")
 
-    def read(self, token_ids: Sequence[int]) -> list[dict[str, str]]:
-        """What clients of their own append here begins with its role: `t` a tool, else the user."""
-        text = text_of(token_ids)
-        return [{"role": "tool" if text.startswith("t") else "user", "content": text}] if text else []
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return text_of(token_ids)
 
     def parse(self, token_ids: Sequence[int], prompt_ids: Sequence[int] = (), tools: object = None) -> Reply:
         text = text_of(token_ids)

@@ -202,22 +202,6 @@ def test_whatever_is_sampled_can_be_parsed_and_continued(models: dict[str, Path]
     assert appended is None or appended[-len(opening) :][-1] == opening[-1]
 
 
-def test_what_a_client_rendered_is_read_as_messages(family: str, models: dict[str, Path]) -> None:
-    renderer = renderer_for("chat", str(models[family]), "template", False)
-    opening = renderer.opening([SYSTEM, QUESTION])
-    assert renderer.read(opening) == [SYSTEM, {**QUESTION, "content": "How much is 1+2? Use add."}]
-
-    sequence = [*opening, *ids(CALLS[family])]  # without the end of a reply
-    assert renderer.read(followed(renderer, sequence, [RESULT, RESULT, NEXT], TOOLS)) == [RESULT, RESULT, NEXT]
-
-    again = renderer.opening([QUESTION, {"role": "assistant", "content": "3"}, NEXT])
-    said = renderer.read(again)
-    assert [each["role"] for each in said] == ["user", "assistant", "user"]
-    assert said[1]["content"].endswith("3")
-    assert renderer.read([]) == []
-    assert renderer.read(ids("more of it" + END)) == [{"role": "user", "content": "more of it"}]
-
-
 def test_plain_sequences_are_the_text_of_all_messages_and_begin_as_the_drivers_prompt(tiny_model: Path) -> None:
     from transformers import AutoTokenizer
 

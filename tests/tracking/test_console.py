@@ -28,6 +28,15 @@ def test_a_step_is_one_plain_line_without_a_terminal() -> None:
     assert " ".join(line.split()) == expected
 
 
+def test_an_accuracy_has_its_standard_error_beside_it() -> None:
+    stream = io.StringIO()
+    console = RunConsole(RunConfig(steps=60), Path("out/run"), stream)
+    for step, accuracy in ((0, 0.7), (60, 0.9)):
+        console.log_eval(step, {"eval": {"accuracy": accuracy, "accuracy_stderr": 0.15}})
+    line = " ".join(stream.getvalue().splitlines()[-1].split())
+    assert line == "eval 60/60 accuracy 90.0% ± 15.0% +20.0 points since the first"
+
+
 READER_GOES = """
 from pathlib import Path
 from app.config import RunConfig
@@ -63,7 +72,7 @@ def configured(tmp_path: Path) -> Iterator[Path]:
 def test_warnings_go_to_stderr_and_the_file_and_other_records_to_the_file_only(
     configured: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert not configured.parent.exists()  # the first record creates it
+    assert not configured.exists()  # the first record creates it
     log = logging.getLogger("app.some.part")
     log.info("quiet")
     log.warning("watch %s", "out")

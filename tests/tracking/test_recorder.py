@@ -105,3 +105,5 @@ def test_several_evaluation_sets_keep_their_names_and_the_accuracy_is_their_mean
         "eval/hard/accuracy": 0.5,
         "eval/accuracy": 0.75,
     }
+    sets = {"easy": {"accuracy": 1.0, "accuracy_stderr": 0.3}, "hard": {"accuracy": 0.5, "accuracy_stderr": 0.4}}
+    assert evaluation_metrics(sets)["eval/accuracy_stderr"] == pytest.approx(0.25)  # √(0.09 + 0.16) ÷ 2

@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,9 @@ import pytest
 from omegaconf import OmegaConf
 
 from app.config import RunConfig
+from app.mode import report as report_mode
 from app.mode.report import write_comparison
+from app.recovery.run_lock import run_lock
 from app.tracking.recorder import RunFolderRecorder
 from app.tracking.report import data as report_data
 from app.tracking.report.checks import learning_check, time_check
@@ -90,6 +93,7 @@ def test_the_report_answers_the_three_questions_in_one_file_without_addresses(tm
         "Is it healthy? Yes 3 checks passed; 0 warnings",
         "custom · grpo · colocate · cpu finished",
         "trainer.lr 0.001 1e-06 command line",
+        "problem found value meaning",
     ):
         assert shown in page.words
     assert all(address.startswith(("#", "data:,")) for address in page.addresses)
@@ -126,6 +130,13 @@ def test_several_runs_are_compared_side_by_side_with_the_settings_that_differ(tm
         ("train", "eval/accuracy", [0.5, 0.51], "Not visibly"),
         ("train", "eval/accuracy", [0.5, 0.3], "No, it got worse"),
         ("train", "eval/accuracy", [0.2, *[0.21] * 1000, 0.9, *[0.3] * 1000], "Yes, then it declined"),  # not averages
+        # With standard errors: two of the difference are 2 · √(0.15² + 0.1²) = 0.3606.
+        ("train", "eval/accuracy", [(0.5, 0.15), (0.86, 0.1)], "Too few prompts to tell"),
+        ("train", "eval/accuracy", [(0.86, 0.1), (0.5, 0.15)], "Too few prompts to tell"),
+        ("train", "eval/accuracy", [(0.5, 0.15), (0.861, 0.1)], "Yes"),
+        ("train", "eval/accuracy", [(0.861, 0.1), (0.5, 0.15)], "No, it got worse"),
+        ("train", "eval/accuracy", [(0.5, 0.15), (0.51, 0.1)], "Not visibly"),
+        ("train", "eval/accuracy", [(0.2, 0.15), (0.9, 0.1), (0.6, 0.1)], "Yes"),  # nor may the decline be chance
         ("train", "reward/mean", [step / 10 for step in range(1, 11)], "Yes"),
         ("train", "reward/mean", [0.5] * 10, "Not visibly"),
         ("train", "reward/mean", [0.5] * 3, "Too early"),
@@ -134,13 +145,36 @@ def test_several_runs_are_compared_side_by_side_with_the_settings_that_differ(tm
     ],
 )
 def test_learning_is_judged_by_held_out_accuracies_else_by_the_reward_or_the_cross_entropy(
-    mode: str, metric: str, values: list[float], answer: str, tmp_path: Path
+    mode: str, metric: str, values: list[float | tuple[float, float]], answer: str, tmp_path: Path
 ) -> None:
     config = composed(f"mode={mode}", "eval.every=0")
     save_config(config, tmp_path)
-    run = recorded(tmp_path, *({metric: value} for value in values), config=config)
+    pairs = (value if isinstance(value, tuple) else (value, 0.0) for value in values)
+    run = recorded(tmp_path, *({metric: value, f"{metric}_stderr": error} for value, error in pairs), config=config)
     assert learning_check(run).answer == answer
     assert run.label.split(" · ")[1] == ("sft" if mode == "sft" else "grpo")
+
+
+def test_no_phase_is_to_be_shortened_where_most_of_the_time_is_outside_the_steps(tmp_path: Path) -> None:
+    run = recorded(tmp_path, *[{"time/step": 1.0, "time/generate": 0.8}] * 5)
+    for total, answer in ((25.0, "Outside the steps (80%)"), (8.0, "Generation (80%)")):
+        of_total = replace(run, summary={"total/seconds": total, "total/step_seconds": 5.0})
+        assert time_check(of_total).answer == answer
+
+
+def test_a_killed_run_is_not_shown_as_running_and_a_resumed_one_has_its_attempts(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    for _ in range(2):
+        with RunFolderRecorder(RunConfig(), folder) as recorder:
+            recorder.log(1, {"time/step": 1.0})
+            running = (folder / "summary.json").read_bytes()
+    (folder / "summary.json").write_bytes(running)  # as the second was killed after the step
+
+    report_mode.run(RunConfig(), folder)
+    assert " killed 1 step · 0 s in 2 attempts" in Page(folder / "report.html").words
+    with run_lock(folder):
+        report_mode.run(RunConfig(), folder)
+    assert " running 1 step" in Page(tmp_path / "run.report.html").words
 
 
 @pytest.mark.parametrize(

@@ -76,12 +76,10 @@ class PlainRenderer:
         return close + tokenizer.encode(_text(messages))
 
     def parse(self, token_ids: Sequence[int], prompt_ids: Sequence[int] = (), tools: Tools | None = None) -> Reply:
-        text = self._tokenizer.decode(token_ids, skip_special_tokens=True)
-        return Reply(text, "", (), truncated=False, token_ids=tuple(token_ids))
+        return Reply(self.decode(token_ids), "", (), truncated=False, token_ids=tuple(token_ids))
 
-    def read(self, token_ids: Sequence[int]) -> list[Message]:
-        text = self._tokenizer.decode(token_ids, skip_special_tokens=True)
-        return [{"role": "user", "content": text}] if text else []
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
 
 
 def _text(messages: Sequence[Message]) -> str:

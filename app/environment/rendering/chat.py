@@ -47,9 +47,6 @@ PROBLEMS = {  # the package's status of a call → that for the policy
     "not_an_object": "the arguments of the call are not a JSON object",  # a status of ours
 }
 UNREADABLE = "the call cannot be read"
-START, END = "<|im_start|>", "<|im_end|>"
-TOOL_RESULT = re.compile(r"<tool_response>\n?(.*?)\n?</tool_response>", re.DOTALL)
-NO_REASONING = re.compile(r"</?think>")
 
 
 class ChatRenderer:
@@ -130,11 +127,8 @@ class ChatRenderer:
         reasoning = (parsed.reasoning_content or "").strip()
         return Reply(parsed.content.strip(), reasoning, calls, truncated=False, token_ids=tuple(sampled))
 
-    def read(self, token_ids: Sequence[int]) -> list[Message]:
-        text = self.tokenizer.decode(token_ids)
-        if self.tokenizer.convert_tokens_to_ids(START) is not None:
-            return messages_in(text)
-        return [{"role": "user", "content": text}] if text else []
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(token_ids)
 
     @property
     def tool_syntax(self) -> str | None:
@@ -215,24 +209,3 @@ def _tool_call(call: Any, index: int, tools: Tools | None) -> ToolCall:
     name = name if isinstance(name, str) else ""
     arguments = dict(arguments) if isinstance(arguments, Mapping) else {}
     return ToolCall(name, arguments, PROBLEMS.get(status, UNREADABLE), id=f"call_{index}")
-
-
-def messages_in(text: str) -> list[Message]:
-    r"""Return the messages that a rendered text holds, without the empty one for the next reply.
-
-    >>> messages_in("<|im_end|>\n<|im_start|>user\nMore!<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n")
-    [{'role': 'user', 'content': 'More!'}]
-    """
-    first, *rendered = text.split(START)
-    messages: list[Message] = []
-    if beginning := first.replace(END, "").strip():  # of a text that begins within a message
-        messages.append({"role": "user", "content": beginning})
-
-    for each in rendered:
-        role, _, content = each.partition("\n")
-        content = content.partition(END)[0]
-        results = TOOL_RESULT.findall(content) if role == "user" else []
-        messages += [{"role": "tool", "content": result} for result in results]
-        if not results and not (role == "assistant" and not NO_REASONING.sub("", content).strip()):
-            messages.append({"role": role, "content": content.strip()})
-    return messages

@@ -87,7 +87,8 @@ class EpisodePolicy:
         if not token_ids:
             raise ValueError("generate needs at least one token")
         continuation = self._sequences.continuation_of_tokens(token_ids)
-        self._add_messages(self._renderer.read(continuation.append), len(continuation.append))
+        rendered = self._renderer.decode(continuation.append)
+        self._add_messages([{"role": "user", "content": rendered}] if rendered else [], len(continuation.append))
 
         answer, reply = await self._sample(continuation, max_tokens, logprobs=logprobs)
         log_probabilities = None if answer.logprobs is None else tuple(answer.logprobs)

@@ -52,16 +52,24 @@ def health_checks(run: RunData) -> list[Check]:
 def learning_check(run: RunData) -> Check:
     """Judge learning by the held-out accuracy; without one, by the reward of the first and the last steps."""
     question = "Did it learn?"
-    accuracy = run.values("eval/accuracy")
-    if len(accuracy) >= 2:
-        first, last, best = accuracy[0], accuracy[-1], max(accuracy)
+    evaluations = [row for row in run.rows if row.get("eval/accuracy") is not None]
+    if len(evaluations) >= 2:
+        first, last = evaluations[0]["eval/accuracy"], evaluations[-1]["eval/accuracy"]
+        best = max(row["eval/accuracy"] for row in evaluations)
+        # Two standard errors of the difference, as if the evaluations had different prompts.
+        chance = 2 * math.hypot(*(row.get("eval/accuracy_stderr") or 0.0 for row in (evaluations[0], evaluations[-1])))
+
         peak = f" (best {best:.1%})" if best > last else ""
         explanation = f"Held-out accuracy went from {first:.1%} to {last:.1%}{peak}."
+        if NOISE < abs(last - first) <= chance:
+            prompts = plural(run.summary.get("eval/prompts", 0), "prompt")
+            explanation += f" Of {prompts}, a change of up to {100 * chance:.1f} points may be chance."
+            return Check(question, "Too few prompts to tell", explanation, Tone.plain)
         if last - first < -NOISE:
             return Check(question, "No, it got worse", explanation, Tone.bad)
         if last - first <= NOISE:
             return Check(question, "Not visibly", explanation, Tone.warning)
-        if best - last > max(NOISE, last - first):
+        if best - last > max(NOISE, chance, last - first):
             return Check(question, "Yes, then it declined", explanation, Tone.warning)
         return Check(question, "Yes", explanation, Tone.good)
 
@@ -103,6 +111,8 @@ def time_check(run: RunData) -> Check:
     outside = total - run.summary.get("total/step_seconds", total)
     if outside > 0:
         explanation += f" Startup, evaluation and the rest took {duration(outside)} of {duration(total)}."
+    if outside > total / 2:
+        return Check(question, f"Outside the steps ({outside / total:.0%})", explanation, Tone.plain)
 
     tone = Tone.warning if longest in ("sync", "other") and shares[longest] > 0.4 else Tone.plain
     answer = f"{label} ({min(shares[longest], 1):.0%})"

@@ -6,13 +6,14 @@ screen, the report and CSV files: a row for each run, and for each setting.
 
 import csv
 import io
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
 from app.errors import yaml_text
-from app.tracking.number_format import MISSING, aligned, duration, measured, percent
+from app.tracking.number_format import MISSING, aligned, duration, measured, percent, plural
 from app.tracking.report.data import RunData
 from app.tracking.run_folder.summary import Status
 
@@ -29,6 +30,7 @@ CHOICES = {
 # Where a run's records go, and where its servers listen, changes no result.
 NOT_COMPARED = r"tracking\..*|rollout\.(port|urls)|cluster\.address"
 MAX_NAMED = 2  # settings beside the seed, by which runs are named; beyond it by their folders
+FEW_PROMPTS = 100  # below which an accuracy may be off by more than 5 points, one standard error
 MAX_COLUMNS = 6  # settings in the tables for people; beyond it they are in the CSV file and below the charts alone
 # Settings that choose the evaluation's rows: those of sets of their own, or else those of the training rows.
 EVALUATION = re.compile(r"data\.(eval_path|eval_sets\..*)")
@@ -66,13 +68,22 @@ class Comparison:
     def notes(self) -> list[str]:
         """What to know before the results are compared."""
         rows = set()  # of each evaluation, as text
-        for run in (run for run in self.runs if BEST in run.summary):
+        evaluated = [run for run in self.runs if BEST in run.summary]
+        for run in evaluated:
             settings = {key: value for key, value in run.config.items() if value is not None}
             chosen = {key: value for key, value in settings.items() if EVALUATION.fullmatch(key)}
             if not any(key.endswith("path") for key in chosen):
                 chosen |= {key: value for key, value in run.config.items() if ROWS.fullmatch(key)}
             rows.add(yaml_text([run.summary.get("eval/prompts"), chosen]))
-        return [OTHER_ROWS] if len(rows) > 1 else []
+
+        notes = [OTHER_ROWS] if len(rows) > 1 else []
+        fewest = min((run.summary.get("eval/prompts", FEW_PROMPTS) for run in evaluated), default=FEW_PROMPTS)
+        if fewest < FEW_PROMPTS:
+            error = percent(0.5 / math.sqrt(fewest))  # of a fraction of one half, the largest
+            notes.append(f"An accuracy of {plural(fewest, 'prompt')} has a standard error of up to {error} by itself.")
+        if resumed := sum(run.summary.get("attempts", 1) > 1 for run in self.runs):
+            notes.append(f"The time of {plural(resumed, 'resumed run')} is that of all attempts.")
+        return notes
 
     def seed_groups(self) -> dict[tuple[str, ...], list[RunData]]:
         """Return the finished runs by their values of `settings`, the best mean first; empty without a second seed."""
@@ -187,8 +198,8 @@ class Table:
 def run_table(comparison: Comparison) -> Table:
     """Return a row for each run."""
     shown = len(comparison.keys) <= MAX_COLUMNS
-    text = [["run", *(comparison.labels if shown else ()), "status", "steps", *TITLES]]
-    numbers: list[list[object]] = [["folder", *comparison.keys, "status", "steps", *NAMES]]
+    text = [["run", *(comparison.labels if shown else ()), "status", "last step", *TITLES]]
+    numbers: list[list[object]] = [["folder", *comparison.keys, "status", "last_step", *NAMES]]
     for run, name in zip(comparison.runs, short_names(comparison.runs), strict=True):
         values = values_of(run, comparison.keys) if run.config else [""] * len(comparison.keys)
         status, steps = str(run.summary.get("status", "not started")), run.summary.get("steps", "")

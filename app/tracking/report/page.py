@@ -83,7 +83,8 @@ def _header(runs: Sequence[RunData]) -> str:
     (run,) = runs
     status = str(run.summary.get("status", "unknown"))
     what = "evaluation" if run.is_evaluation else plural(run.summary.get("steps", 0), "step")
-    totals = [what, duration(run.summary.get("total/seconds", 0.0))]
+    attempts = run.summary.get("attempts", 1)
+    totals = [what, duration(run.summary.get("total/seconds", 0.0)) + f" in {attempts} attempts" * (attempts > 1)]
     for kind in ("training", "evaluation"):
         if f"data/{kind}_rows" in run.summary:
             totals.append(plural(run.summary[f"data/{kind}_rows"], f"{kind} row"))
@@ -137,10 +138,14 @@ def _details(run: RunData) -> list[str]:
 
 def _checks(run: RunData) -> str:
     rows = [
-        [DOT.format(check.tone.value) + escape(check.question), escape(check.answer), escape(check.explanation)]
+        [
+            DOT.format(check.tone.value) + escape(check.question),
+            "yes" if check.tone is Tone.warning else "no longer" if check.over else "no",
+            *map(escape, (check.answer, check.explanation)),
+        ]
         for check in rule_checks(run)
     ]
-    return _table([["check", "value", "meaning"], *rows]) if rows else ""
+    return _table([["problem", "found", "value", "meaning"], *rows]) if rows else ""
 
 
 def _warnings(runs: Sequence[RunData], names: Sequence[str]) -> str:

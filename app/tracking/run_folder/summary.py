@@ -45,10 +45,12 @@ class Summary:
     def __init__(self, folder: Path) -> None:
         self._path = folder / NAME
         self._started = time.monotonic()
-        self._seconds_before = float(read(folder).get("total/seconds", 0.0))
+        before = read(folder)
+        self._seconds_before = float(before.get("total/seconds", 0.0))
         self._status = Status.running
         self._error: str | None = None
-        self.facts: dict[str, str | int | float] = {}  # such as the checkpoint that it evaluated, or what it kept
+        # Beside the attempts, such as the checkpoint that it evaluated, or what it kept.
+        self.facts: dict[str, str | int | float] = {"attempts": int(before.get("attempts", 0)) + 1}
         self.values: dict[str, float | int] = {"steps": 0}
         self.accuracies: dict[int, float] = {}  # of the evaluations, by step
 

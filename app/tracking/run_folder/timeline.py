@@ -87,23 +87,6 @@ class Timeline:
             self.write(folder)
             self._next_write = start + max(WRITE_EVERY_S, (self.now() - start) / WRITING_SHARE)
 
-    def load(self, folder: Path) -> None:
-        """Add the spans of an earlier attempt of this run, unless this timeline already has spans."""
-        path = folder / NAME
-        if self._added or not path.exists():
-            return
-
-        content = json.loads(path.read_text(encoding="utf-8"))
-        zero = content["otherData"]["zero_unix_seconds"]
-        tracks: dict[int, str] = {}
-        for event in content["traceEvents"]:
-            if event["ph"] == "M" and event["name"] == "thread_name":
-                tracks[event["tid"]] = event["args"]["name"].split(" ·")[0]
-            elif event["ph"] == "X":
-                start = zero + event["ts"] / 1e6
-                self.add(tracks[event["tid"]], event["name"], start, start + event["dur"] / 1e6, event["args"])
-        self._added += content["otherData"]["older_spans_left_out"]
-
 
 def trace_events(spans: list[Span], zero: float) -> list[dict[str, object]]:
     """Return metadata and events of spans that are sorted by start, longer ones first; `zero` is in Unix seconds.
