@@ -39,6 +39,7 @@ npu_versions() {
 }
 
 install() {
+  $dry_run || echo "  installing ${*: -1}" >&2
   run .venv/bin/python -m pip --disable-pip-version-check --quiet install --no-compile "$@"
 }
 
