@@ -2,8 +2,9 @@
 
     peer/bin/python tests/bench/trl_loss.py TASK
 
-Generation alone is replaced, by a `rollout_func`; all that follows is TRL's own: advantages, old and reference
-log-probabilities, corrections, masks, accumulation over microbatches, and updates by plain SGD. TASK is a JSON file of
+Generation is replaced, by a `rollout_func`; all that follows is TRL's own: advantages, old and reference
+log-probabilities, corrections, masks, accumulation over microbatches, and updates by plain SGD. In float64 its head is
+replaced too, which computes and accumulates in float32 whatever the model's dtype. TASK is a JSON file of
 tests/real_models/test_trl.py. Writes into its folder `found.json` (`losses` of the microbatches, `advantages` of the
 completions), `update_N.safetensors` with the gradients and, with adapters, `adapter` with their initial values.
 Imports nothing from this application.
@@ -13,12 +14,16 @@ import json
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import trl.trainer.grpo_trainer
+import trl.trainer.utils
 from datasets import Dataset
 from peft import LoraConfig
 from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn.functional import linear
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
@@ -51,6 +56,15 @@ class RecordingTrainer(GRPOTrainer):
         return loss
 
 
+def whole_logits(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, *_: object
+) -> tuple[Tensor | None, ...]:
+    """Return the log-probability of each target and the entropies, [N], by their definition, and no other output."""
+    logprobs = (linear(hidden, weight, bias) / temperature).log_softmax(-1)
+    entropies = -(logprobs.exp() * logprobs).sum(-1)
+    return logprobs.gather(-1, targets[:, None])[:, 0], entropies, None, None, None
+
+
 def main() -> None:
     path = Path(sys.argv[1])
     task = json.loads(path.read_text())
@@ -60,6 +74,8 @@ def main() -> None:
 
     # TRL deals the completions at random to the updates; in order, both sides update with the same ones.
     trl.trainer.grpo_trainer.shuffle_sequence_dict = lambda batch: batch
+    if task["dtype"] == "float64":
+        trl.trainer.utils._ChunkedLogProbFunction = SimpleNamespace(apply=whole_logits)
     trainer = RecordingTrainer(
         model=AutoModelForCausalLM.from_pretrained(task["model"], dtype=task["dtype"]),
         processing_class=AutoTokenizer.from_pretrained(task["model"]),

@@ -1,6 +1,7 @@
 """The trainer computes the losses and gradients of TRL's GRPOTrainer for the same completions of SmolLM2.
 
-In float64 both agree to rounding, which shows that the definitions are the same; float32 shows what a user sees. Each
+In float64, but for what both keep in float32, such as old log-probabilities, the definitions are seen to be the same;
+float32 shows what a user sees. A loss may cancel to nearly zero, so its difference is one of the mean |advantage|. Each
 case is a step of two updates of plain SGD: the second one has ratios, clips and a KL. Where the two divide by
 other counts, `factor` is the quotient of the counts; docs/coming_from.md names every difference.
 """
@@ -37,7 +38,7 @@ SCRIPT = str(ROOT / "tests" / "bench" / "trl_loss.py")
 GROUPS, GROUP_SIZE, UPDATES, MAX_TOKENS = 8, 8, 2, 24
 MICROBATCH = 8  # TRL's, in completions
 RANK = 8
-TOLERANCE = {"float64": 1e-7, "float32": 1e-4}
+TOLERANCE = {"float64": 1e-5, "float32": 1e-4}
 ALL, WHOLE = "all", "of completions that were not truncated"  # values of Case.shares
 TRL_STD_EPSILON = 1e-4  # added to the standard deviation of a group
 
@@ -146,7 +147,8 @@ def test_a_step_has_the_losses_and_gradients_of_trl(
 
     by_tokens = config.algorithm.aggregation is Aggregation.token_mean
     loss = np.average(np.multiply(factors, losses), weights=halves if by_tokens else None)
-    largest = {"loss": abs(metrics["loss/total"] / loss - 1), "gradient norm": 0.0, "gradient": 0.0}
+    difference = float(abs(metrics["loss/total"] - loss) / np.abs(advantages).mean())
+    largest = {"loss": difference, "gradient norm": 0.0, "gradient": 0.0}
     assert isinstance(step.optimizer, RecordingOptimizer)
     for own, theirs, factor in zip(step.optimizer.gradients, their_gradients, factors, strict=True):
         assert own.keys() == theirs.keys()
