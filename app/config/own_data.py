@@ -12,17 +12,17 @@ SETS = "data.eval_sets"
 
 
 def with_preset(overrides: Sequence[str]) -> list[str]:
-    """Select `data=rows` where own training data replaces a preset; a tiny model, which has no template, gets its name.
+    """Select `data=rows` where own training data replaces a preset's; for a tiny model, without a template, its name.
 
     >>> with_preset(["model=hf", "data.path=rows.jsonl"])
     ['data=rows', 'model=hf', 'data.path=rows.jsonl']
     """
     given = dict(each.lstrip("+").partition("=")[::2] for each in overrides)
-    own = any(key.startswith(TRAINING) for key in given)
-    model = given.get("model", "tiny")
-    if not own or "data" in given or "experiment" in given:
-        return list(overrides)
-    return ["data.name=rows" if model in TINY_PRESETS else "data=rows", *overrides]
+    tiny = given.get("model", "tiny") in TINY_PRESETS
+    kept = ("data", "experiment", *(("data.name", "resume") if tiny else ()))  # with one of them nothing is selected
+    own = any(key.startswith(TRAINING) and value != "null" for key, value in given.items())
+    selected = own and not any(key in given for key in kept)
+    return ["data.name=rows" if tiny else "data=rows"] * selected + list(overrides)
 
 
 def remove_evaluation_of_other_data(composed: DictConfig) -> None:

@@ -194,4 +194,4 @@ class Renderer(Protocol):
         """
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of tokens [N] that a client of its own rendered."""
+        """Return the text of tokens [N] that a client rendered itself."""

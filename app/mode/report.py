@@ -5,15 +5,14 @@ Another process may be writing the run. Its folder is left alone then, and the r
 
 import time
 from collections.abc import Collection, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from app.config import RunConfig
 from app.config.resolvers import RUN_ID
-from app.errors import ConfigError, RunError, echo, expect
+from app.errors import ConfigError, echo, expect
 from app.mode import ModeResult
-from app.recovery.run_lock import FolderInUse, run_lock
+from app.recovery.run_lock import FolderInUse, is_abandoned, run_lock
 from app.tracking.report.comparison import compare, run_table, screen, seed_table
 from app.tracking.report.data import RunData, find_runs, read_run
 from app.tracking.report.page import NAME, write_page
@@ -39,22 +38,20 @@ def run(config: RunConfig, folder: Path | None) -> ModeResult:
     if runs != [folder]:
         echo("\n".join(write_comparison(runs, folder)))
         return ModeResult()
-    comparison = compare([_read(folder)])
+    abandoned = is_abandoned(folder)  # before the lock is ours
     try:
         with run_lock(folder):
-            echo(str(write_page(comparison, folder / NAME)))
+            echo(str(write_page(compare([_read(folder, abandoned)]), folder / NAME)))
     except FolderInUse:
-        echo(str(write_page(comparison, folder.with_name(f"{folder.name}.{NAME}"))))
+        echo(str(write_page(compare([read_run(folder)]), folder.with_name(f"{folder.name}.{NAME}"))))
     return ModeResult()
 
 
-def _read(folder: Path) -> RunData:
-    """Read a run folder. The summary of a killed run says that it is running, though no process has its lock."""
+def _read(folder: Path, abandoned: bool) -> RunData:
+    """Read a run folder. The summary of a killed run says that it is running, though it was `abandoned` before."""
     run = read_run(folder)
-    if run.summary.get("status") == Status.running.value:
-        with suppress(RunError), run_lock(folder):
-            return replace(run, summary={**run.summary, "status": "killed"})
-    return run
+    killed = abandoned and run.summary.get("status") == Status.running.value
+    return replace(run, summary={**run.summary, "status": "killed"}) if killed else run
 
 
 def _comparison(compared: Sequence[str], folder: Path | None) -> list[str]:
@@ -77,7 +74,7 @@ def write_comparison(folders: Sequence[Path], out: Path) -> list[str]:
     `runs.csv` has a row for each run. `seeds.csv` has a row for each setting: mean and sample standard deviation over
     the seeds of its finished runs. Returns lines for the screen: the tables, and the files.
     """
-    comparison = compare([_read(folder) for folder in folders])
+    comparison = compare([_read(folder, is_abandoned(folder)) for folder in folders])
     write_page(comparison, out / NAME)
     replace_file(out / RUNS, run_table(comparison).csv)
     if seeds := seed_table(comparison):

@@ -22,6 +22,16 @@ class FolderInUse(RunError):
     """Another process holds the lock of a run's folder."""
 
 
+def is_abandoned(folder: Path) -> bool:
+    """Whether a process of this machine had the lock and has ended. Of another machine's process nothing is known."""
+    try:
+        with (folder / LOCK).open(encoding="utf-8") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return lock.read().endswith(f" on {socket.gethostname()}\n")
+    except OSError:
+        return False
+
+
 @contextmanager
 def run_lock(folder: Path) -> Iterator[None]:
     """Hold the lock of a run's folder, which is created. Raises `FolderInUse`, before anything in it changes."""

@@ -6,7 +6,6 @@ Numbers and flags that refer to the environment are saved resolved. A text may b
 import glob
 import os
 import re
-import sys
 from collections.abc import Collection, Mapping
 from copy import deepcopy
 from enum import Enum
@@ -45,9 +44,6 @@ def load(folder: Path) -> DictConfig:
         why = f"{SAVED} is not a configuration of this version: {config_error(error)}"
         raise ConfigError("resume", folder, reason=why) from error
     assert isinstance(saved, DictConfig)
-    hydra = folder / CONFIG / "hydra.yaml"
-    if hydra.is_file():  # functions of its own are where the run was started
-        sys.path.append(OmegaConf.select(OmegaConf.load(hydra), "hydra.runtime.cwd"))
     return saved
 
 

@@ -77,7 +77,7 @@ def save_configuration(job: Job, steps: int) -> None:
 def driver_log(folder: Path) -> Iterator[None]:
     """Append all log records to `logs/driver.log` of a run's folder."""
     (folder / DRIVER_LOG).parent.mkdir(exist_ok=True)
-    handler = DriverLog(folder / DRIVER_LOG, encoding="utf-8", delay=True)
+    handler = DriverLog(folder / DRIVER_LOG, encoding="utf-8")
     handler.setFormatter(logging.Formatter(FORMAT))
     root = logging.getLogger()
     root.addHandler(handler)
@@ -116,10 +116,7 @@ class ConsoleWarnings(logging.Handler):
 
 
 def kept_in(folder: Path, continued: Sequence[str] = ()) -> tuple[dict[str, str], dict[str, str | int | float]]:
-    """Return what the run in `folder` has kept: lines for its end, and facts for `summary.json`.
-
-    `continued`: overrides that continue a finished run, for a command.
-    """
+    """Return lines and facts about what the run in `folder` kept. `continued` are overrides that continue it."""
     lines: dict[str, str] = {}
     facts: dict[str, str | int | float] = {}
     try:

@@ -114,7 +114,7 @@ class RunConsole:
             accuracy = metrics["accuracy"]
             label = "accuracy" if len(results) == 1 else name
             line.append(f"   {label} ", "dim").append(f"{accuracy:6.1%}", "bold")
-            if (error := metrics.get("accuracy_stderr")) is not None:
+            if error := metrics.get("accuracy_stderr"):
                 line.append(f" ± {error:.1%}", "dim")
 
         if len(results) == 1:

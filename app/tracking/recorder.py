@@ -6,14 +6,12 @@ later, on their own threads, so that a slow or broken dashboard neither slows no
 
 import json
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from statistics import fmean
 from types import TracebackType
 from typing import Any
 
@@ -285,8 +283,8 @@ def evaluation_metrics(results: Mapping[str, Metrics]) -> dict[str, float]:
     if len(results) == 1:
         return {f"eval/{name}": value for metrics in results.values() for name, value in metrics.items()}
     named = {f"eval/{key}/{name}": value for key, metrics in results.items() for name, value in metrics.items()}
-    named["eval/accuracy"] = fmean(metrics["accuracy"] for metrics in results.values())
+    named["eval/accuracy"] = sum(metrics["accuracy"] for metrics in results.values()) / len(results)
     errors = [metrics["accuracy_stderr"] for metrics in results.values() if "accuracy_stderr" in metrics]
     if len(errors) == len(results):
-        named["eval/accuracy_stderr"] = math.hypot(*errors) / len(results)
+        named["eval/accuracy_stderr"] = sum(error**2 for error in errors) ** 0.5 / len(results)
     return named

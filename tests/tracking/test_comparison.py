@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from app.config import RunConfig
 from app.mode.report import end_sweep
-from app.tracking.report.comparison import OTHER_ROWS, compare, run_table, spread
+from app.tracking.report.comparison import compare, run_table, spread
 from app.tracking.report.data import RunData
 
 
@@ -39,17 +39,17 @@ def test_means_cover_the_finished_runs_of_a_setting_and_the_best_comes_first() -
 
 def test_the_tables_say_how_little_a_few_prompts_tell_and_of_which_step_they_are(tmp_path: Path) -> None:
     evaluated = {"eval/accuracy_best": 0.9, "steps": 4}
-    few = [a_run(str(n), {"steps": n}, f"steps={n}", **evaluated, **{"eval/prompts": n}, attempts=n) for n in (1, 16)]
-    comparison = compare(few)
+    comparison = compare([a_run(str(n), {"steps": n}, f"steps={n}", **evaluated, attempts=n) for n in (1, 2)])
+    for run, error in zip(comparison.runs, (0.04, 0.126), strict=True):
+        run.rows.append({"eval/accuracy_stderr": error})
     assert run_table(comparison).text[0][:4] == ["run", "steps", "status", "last step"]
     assert run_table(comparison).numbers[0][:4] == ["folder", "steps", "status", "last_step"]
     assert comparison.notes == [
-        OTHER_ROWS,
-        "An accuracy of 1 prompt has a standard error of up to 50.0% by itself.",
-        "The time of 1 resumed run is that of all attempts.",
+        "The accuracies have standard errors of up to 12.6 points: more prompts tell more.",
+        "The time of 1 run is that of several attempts.",
     ]
-    many = [a_run("a", {}, **evaluated, **{"eval/prompts": 200}), a_run("b", {})]
-    assert compare(many).notes == []
+    comparison.runs[1].rows.clear()
+    assert len(comparison.notes) == 1
 
 
 def test_a_sweep_over_seeds_ends_with_means_on_the_screen_in_the_report_and_in_csv_files(tmp_path: Path) -> None:

@@ -152,6 +152,9 @@ def test_learning_is_judged_by_held_out_accuracies_else_by_the_reward_or_the_cro
     pairs = (value if isinstance(value, tuple) else (value, 0.0) for value in values)
     run = recorded(tmp_path, *({metric: value, f"{metric}_stderr": error} for value, error in pairs), config=config)
     assert learning_check(run).answer == answer
+    if metric == "eval/accuracy":
+        few = replace(run, summary={"eval/prompts": 4})
+        assert learning_check(few).answer == (answer if answer == "Not visibly" else "Too few prompts to tell")
     assert run.label.split(" · ")[1] == ("sft" if mode == "sft" else "grpo")
 
 
@@ -165,7 +168,7 @@ def test_no_phase_is_to_be_shortened_where_most_of_the_time_is_outside_the_steps
 def test_a_killed_run_is_not_shown_as_running_and_a_resumed_one_has_its_attempts(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     for _ in range(2):
-        with RunFolderRecorder(RunConfig(), folder) as recorder:
+        with run_lock(folder), RunFolderRecorder(RunConfig(), folder) as recorder:
             recorder.log(1, {"time/step": 1.0})
             running = (folder / "summary.json").read_bytes()
     (folder / "summary.json").write_bytes(running)  # as the second was killed after the step

@@ -13,6 +13,7 @@ from app.tracking.report.data import RunData
 from app.tracking.rules import RULES, History, check_rules
 
 NOISE = 0.02  # smaller changes of accuracy do not count as learning
+MIN_PROMPTS = 5  # of fewer, no change tells anything
 PHASES = {  # phase → its label, how to shorten it
     "generate": (
         "Generation",
@@ -58,12 +59,13 @@ def learning_check(run: RunData) -> Check:
         best = max(row["eval/accuracy"] for row in evaluations)
         # Two standard errors of the difference, as if the evaluations had different prompts.
         chance = 2 * math.hypot(*(row.get("eval/accuracy_stderr") or 0.0 for row in (evaluations[0], evaluations[-1])))
+        if run.summary.get("eval/prompts", MIN_PROMPTS) < MIN_PROMPTS:  # of 0 or 1 alone the error is 0
+            chance = 1.0
 
         peak = f" (best {best:.1%})" if best > last else ""
         explanation = f"Held-out accuracy went from {first:.1%} to {last:.1%}{peak}."
         if NOISE < abs(last - first) <= chance:
-            prompts = plural(run.summary.get("eval/prompts", 0), "prompt")
-            explanation += f" Of {prompts}, a change of up to {100 * chance:.1f} points may be chance."
+            explanation += f" A change of up to {100 * chance:.1f} points may be chance."
             return Check(question, "Too few prompts to tell", explanation, Tone.plain)
         if last - first < -NOISE:
             return Check(question, "No, it got worse", explanation, Tone.bad)

@@ -6,7 +6,6 @@ screen, the report and CSV files: a row for each run, and for each setting.
 
 import csv
 import io
-import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,7 +29,6 @@ CHOICES = {
 # Where a run's records go, and where its servers listen, changes no result.
 NOT_COMPARED = r"tracking\..*|rollout\.(port|urls)|cluster\.address"
 MAX_NAMED = 2  # settings beside the seed, by which runs are named; beyond it by their folders
-FEW_PROMPTS = 100  # below which an accuracy may be off by more than 5 points, one standard error
 MAX_COLUMNS = 6  # settings in the tables for people; beyond it they are in the CSV file and below the charts alone
 # Settings that choose the evaluation's rows: those of sets of their own, or else those of the training rows.
 EVALUATION = re.compile(r"data\.(eval_path|eval_sets\..*)")
@@ -68,8 +66,7 @@ class Comparison:
     def notes(self) -> list[str]:
         """What to know before the results are compared."""
         rows = set()  # of each evaluation, as text
-        evaluated = [run for run in self.runs if BEST in run.summary]
-        for run in evaluated:
+        for run in (run for run in self.runs if BEST in run.summary):
             settings = {key: value for key, value in run.config.items() if value is not None}
             chosen = {key: value for key, value in settings.items() if EVALUATION.fullmatch(key)}
             if not any(key.endswith("path") for key in chosen):
@@ -77,12 +74,13 @@ class Comparison:
             rows.add(yaml_text([run.summary.get("eval/prompts"), chosen]))
 
         notes = [OTHER_ROWS] if len(rows) > 1 else []
-        fewest = min((run.summary.get("eval/prompts", FEW_PROMPTS) for run in evaluated), default=FEW_PROMPTS)
-        if fewest < FEW_PROMPTS:
-            error = percent(0.5 / math.sqrt(fewest))  # of a fraction of one half, the largest
-            notes.append(f"An accuracy of {plural(fewest, 'prompt')} has a standard error of up to {error} by itself.")
+        error = max((error for run in self.runs for error in run.values("eval/accuracy_stderr")), default=0.0)
+        if error > 0.05:  # that of one half among 100 prompts
+            notes.append(
+                f"The accuracies have standard errors of up to {100 * error:.1f} points: more prompts tell more."
+            )
         if resumed := sum(run.summary.get("attempts", 1) > 1 for run in self.runs):
-            notes.append(f"The time of {plural(resumed, 'resumed run')} is that of all attempts.")
+            notes.append(f"The time of {plural(resumed, 'run')} is that of several attempts.")
         return notes
 
     def seed_groups(self) -> dict[tuple[str, ...], list[RunData]]:

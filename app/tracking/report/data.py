@@ -60,12 +60,11 @@ class RunData:
     def changed(self) -> dict[str, tuple[Any, Any]]:
         """Settings in use that differ from the schema's defaults: key → (default, value)."""
         defaults = flatten(OmegaConf.structured(RunConfig))
-        replaced = "reward.components." if self.config.get("reward._target_") else None
+        unused = ("reward.components.",) if self.config.get("reward._target_") else ()
         return {
             key: (defaults.get(key, MISSING), value)
             for key, value in self.config.items()
-            if defaults.get(key, MISSING) != value and value not in ({}, [], None)
-            if replaced is None or not key.startswith(replaced)
+            if defaults.get(key, MISSING) != value and value not in ({}, [], None) and not key.startswith(unused)
         }
 
 

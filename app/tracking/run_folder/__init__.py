@@ -1,7 +1,8 @@
 """The files of a run's folder, and what is set aside in it.
 
 Records that a run does not continue from move to `aside_<n>/` in its folder and keep their names: those after the step
-that it is resumed from, or all of a run that ended before its first checkpoint and starts over. Nothing is deleted.
+that it is resumed from, or all of a run that ended before its first checkpoint and starts over. Nothing is deleted, but
+a resumed run writes its timeline and its report anew.
 """
 
 from collections.abc import Mapping

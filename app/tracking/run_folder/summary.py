@@ -49,8 +49,8 @@ class Summary:
         self._seconds_before = float(before.get("total/seconds", 0.0))
         self._status = Status.running
         self._error: str | None = None
-        # Beside the attempts, such as the checkpoint that it evaluated, or what it kept.
-        self.facts: dict[str, str | int | float] = {"attempts": int(before.get("attempts", 0)) + 1}
+        # The attempts, and facts such as the evaluated checkpoint or what was kept.
+        self.facts: dict[str, str | int | float] = {"attempts": int(before.get("attempts", bool(before))) + 1}
         self.values: dict[str, float | int] = {"steps": 0}
         self.accuracies: dict[int, float] = {}  # of the evaluations, by step
 
