@@ -12,16 +12,16 @@ SETS = "data.eval_sets"
 
 
 def with_preset(overrides: Sequence[str]) -> list[str]:
-    """Select `data=rows` where own training data replaces a preset's; for a tiny model, without a template, its name.
+    """Select `data=rows` where own rows replace a preset's. A tiny model has no chat template: it gets the name alone.
 
     >>> with_preset(["model=hf", "data.path=rows.jsonl"])
     ['data=rows', 'model=hf', 'data.path=rows.jsonl']
     """
     given = dict(each.lstrip("+").partition("=")[::2] for each in overrides)
     tiny = given.get("model", "tiny") in TINY_PRESETS
-    kept = ("data", "experiment", *(("data.name", "resume") if tiny else ()))  # with one of them nothing is selected
+    decided = ("data", "experiment", *(("data.name", "resume") if tiny else ()))  # each of them says what the data is
     own = any(key.startswith(TRAINING) and value != "null" for key, value in given.items())
-    selected = own and not any(key in given for key in kept)
+    selected = own and not any(key in given for key in decided)
     return ["data.name=rows" if tiny else "data=rows"] * selected + list(overrides)
 
 

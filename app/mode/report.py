@@ -48,7 +48,7 @@ def run(config: RunConfig, folder: Path | None) -> ModeResult:
 
 
 def _read(folder: Path, abandoned: bool) -> RunData:
-    """Read a run folder. The summary of a killed run says that it is running, though it was `abandoned` before."""
+    """Read a run folder. A killed run's summary still says `running`; `abandoned` tells it from one in progress."""
     run = read_run(folder)
     killed = abandoned and run.summary.get("status") == Status.running.value
     return replace(run, summary={**run.summary, "status": "killed"}) if killed else run

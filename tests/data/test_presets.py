@@ -45,6 +45,8 @@ def test_a_local_file_in_mbpp_format_shows_the_tests_and_is_scored_by_them(jsonl
     assert config.reward.components == {"code": 1.0}
     assert config.reward.code == CodeArgs(partial=True)
     assert "code" in composed(*with_preset(["model=qwen3_4b", "device=cuda", "data=mbpp"])).reward.components
+    assert composed(*with_preset(["data.path=rows.jsonl"])).data.name == "rows"
+    assert with_preset(["resume=run", "data.path=rows.jsonl"]) == ["resume=run", "data.path=rows.jsonl"]
     assert "math" in composed(*with_preset(["model=qwen3_4b", "data=mbpp", "reward=math"])).reward.components
     with refused("data.context", "test_list"):
         rows.load(composed("data=mbpp", f"data.path={jsonl({'text': 'Add.', 'code': '1'})}").data)

@@ -103,6 +103,7 @@ def test_a_new_user_message_strips_reasoning_by_the_template_and_keeps_it_on_dem
 
 def test_a_truncated_reply_is_closed_by_tokens_that_were_not_sampled(family: str, renderer: Renderer) -> None:
     opening = renderer.opening([QUESTION], TOOLS)
+    assert "How much is 1+2? Use add." in renderer.decode(opening)
     whole = opening + sampled(family, "Hm.", call=CALLS[family])
     after_whole = followed(renderer, whole, [RESULT], TOOLS)
     assert renderer.following(whole[:-1], [RESULT], TOOLS) == [*ids(END), *after_whole]

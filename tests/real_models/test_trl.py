@@ -1,7 +1,7 @@
 """The trainer computes the losses and gradients of TRL's GRPOTrainer for the same completions of SmolLM2.
 
-In float64, but for what both keep in float32, such as old log-probabilities, the definitions are the same;
-float32 shows what a user sees. A loss may cancel to nearly zero, so its difference is one of the mean |advantage|. Each
+In float64 both agree but for what is kept in float32, such as old log-probabilities: the definitions are the same.
+Float32 shows what a user sees. A loss may cancel to nearly zero: its difference is given in mean |advantage|. Each
 case is a step of two updates of plain SGD: the second one has ratios, clips and a KL. Where the two divide by
 other counts, `factor` is the quotient of the counts; docs/coming_from.md names every difference.
 """

@@ -37,7 +37,7 @@ def test_means_cover_the_finished_runs_of_a_setting_and_the_best_comes_first() -
     assert compare(one_each).seed_groups() == {}
 
 
-def test_the_tables_say_how_little_a_few_prompts_tell_and_of_which_step_they_are(tmp_path: Path) -> None:
+def test_the_tables_say_how_little_a_few_prompts_tell_and_of_which_step_they_are() -> None:
     evaluated = {"eval/accuracy_best": 0.9, "steps": 4}
     comparison = compare([a_run(str(n), {"steps": n}, f"steps={n}", **evaluated, attempts=n) for n in (1, 2)])
     for run, error in zip(comparison.runs, (0.04, 0.126), strict=True):

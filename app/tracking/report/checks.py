@@ -71,7 +71,7 @@ def learning_check(run: RunData) -> Check:
             return Check(question, "No, it got worse", explanation, Tone.bad)
         if last - first <= NOISE:
             return Check(question, "Not visibly", explanation, Tone.warning)
-        if best - last > max(NOISE, chance, last - first):
+        if best - last > last - first:
             return Check(question, "Yes, then it declined", explanation, Tone.warning)
         return Check(question, "Yes", explanation, Tone.good)
 

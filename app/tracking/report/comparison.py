@@ -64,7 +64,7 @@ class Comparison:
 
     @property
     def notes(self) -> list[str]:
-        """What to know before the results are compared."""
+        """Return what weakens the comparison, in sentences."""
         rows = set()  # of each evaluation, as text
         for run in (run for run in self.runs if BEST in run.summary):
             settings = {key: value for key, value in run.config.items() if value is not None}
